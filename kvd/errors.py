@@ -1,0 +1,212 @@
+"""Every error kvd raises, on either side of the socket.
+
+    KvdError
+    ├── InvalidRequest            the caller sent something that can never be right
+    │   ├── InvalidTokens         token ids that are not integers in 0 .. 2**32-1
+    │   ├── InvalidLayout         sizes that do not give whole pages, or absurd ones
+    │   └── SequenceTooLong       growing beyond the declared max_tokens
+    ├── NotOwned                  release, seal or use of what this session does not hold
+    ├── UnknownCache              a cache handle this session never opened
+    ├── OutOfBlocks               no block is free and none may be evicted
+    │   └── QuotaExceeded         the session's or its user's share is used up
+    ├── OutOfMemory               the machine cannot give the memory that was asked for
+    ├── WouldWait                 a wait would risk a cycle, or its bound was zero
+    ├── Overloaded                more requests in flight than the session was granted
+    ├── ConnectionFailed          no daemon there, or it refused us
+    │   ├── DaemonUnavailable     nobody listens in the runtime folder
+    │   ├── PermissionRefused     the kernel or the daemon says this user may not connect
+    │   └── VersionMismatch       both versions are named
+    ├── DaemonRestarted           ids of an earlier daemon; old mappings stay readable until closed
+    ├── RequestTimeout            the daemon lives but did not answer in time
+    ├── ClientClosed              use after close
+    │   └── ForkedClient          use in a child of the process that connected
+    ├── StateError                a block asked to make an illegal move: a defect in kvd itself
+    ├── ConfigError               an unknown key, a wrong type, a value out of range
+    │   └── RuntimeFolderError    the runtime folder cannot be made, written or locked
+    ├── AlreadyRunning            another daemon holds the runtime folder
+    └── EngineUnsupported         an engine's model or call that cannot be served rightly
+
+Each class has a `code` that travels on the wire (so a client in any language can tell them apart) and, where it can
+end a command, an `exit_code`. Foreign exceptions are mapped where they arise and chained with `from`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvdError(Exception):
+    """Base of all; never raised itself."""
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+
+
+class InvalidRequest(KvdError, ValueError):
+    """The request can never be right, whatever the daemon's state. The caller erred."""
+
+    code = "invalid-request"
+    exit_code = 2
+
+
+class InvalidTokens(InvalidRequest):
+    """A token id is not an integer in 0 .. 2**32-1. The caller erred."""
+
+    code = "invalid-tokens"
+
+
+class InvalidLayout(InvalidRequest):
+    """A block would not be whole pages, or a size is zero or absurd. The message says what would fit."""
+
+    code = "invalid-layout"
+
+
+class SequenceTooLong(InvalidRequest):
+    """A sequence was asked to grow beyond its declared max_tokens. Nothing was changed."""
+
+    code = "sequence-too-long"
+
+
+class NotOwned(KvdError):
+    """The session does not hold what it wants to release, seal or use. Nothing was changed. The caller erred."""
+
+    code = "not-owned"
+
+
+class UnknownCache(KvdError):
+    """The cache handle was never opened by this session. The caller erred."""
+
+    code = "unknown-cache"
+
+
+class OutOfBlocks(KvdError):
+    """Every block is held by somebody; the message names the holders. Nothing was changed."""
+
+    code = "out-of-blocks"
+
+
+class QuotaExceeded(OutOfBlocks):
+    """The session, or its user over all sessions, would hold more than its share. Nothing was changed."""
+
+    code = "quota-exceeded"
+
+
+class OutOfMemory(KvdError, MemoryError):
+    """The machine (or the cgroup) cannot give the memory asked for. Nothing half made stays behind."""
+
+    code = "out-of-memory"
+    exit_code = 5
+
+
+class WouldWait(KvdError):
+    """Waiting would risk a cycle (this session has open announcements), or the caller did not want to wait."""
+
+    code = "would-wait"
+
+
+class Overloaded(KvdError):
+    """More requests in flight than the credits granted at the start of the session. The caller erred."""
+
+    code = "overloaded"
+
+
+class ConnectionFailed(KvdError, ConnectionError):
+    """There is no session."""
+
+    code = "connection-failed"
+    exit_code = 3
+
+
+class DaemonUnavailable(ConnectionFailed):
+    """Nobody listens in the runtime folder. The message names the folder and how to start a daemon."""
+
+    code = "daemon-unavailable"
+
+
+class PermissionRefused(ConnectionFailed):
+    """The kernel or the daemon says that this user may not connect."""
+
+    code = "permission-refused"
+    exit_code = 4
+
+
+class VersionMismatch(ConnectionFailed):
+    """Client and daemon share no protocol version; the message names both."""
+
+    code = "version-mismatch"
+
+
+class DaemonRestarted(KvdError):
+    """The daemon that gave these ids is gone. Old mappings stay readable until closed; connect again for new ones."""
+
+    code = "daemon-restarted"
+    exit_code = 3
+
+
+class RequestTimeout(KvdError, TimeoutError):
+    """The daemon lives but did not answer within the bound; the session was closed, so nothing stays held."""
+
+    code = "request-timeout"
+    exit_code = 6
+
+
+class ClientClosed(KvdError):
+    """The client, cache or sequence was closed. The caller erred."""
+
+    code = "client-closed"
+
+
+class ForkedClient(ClientClosed):
+    """This process is a fork of the one that connected; it has no mapping. Connect again in the child."""
+
+    code = "forked-client"
+
+
+class StateError(KvdError, RuntimeError):
+    """A block was asked to make an illegal move. Always a defect in kvd; the message gives block, from and to."""
+
+    code = "state-error"
+
+
+class ConfigError(KvdError, ValueError):
+    """An unknown key (the nearest is named), a wrong type, or a value out of range."""
+
+    code = "config-error"
+    exit_code = 7
+
+
+class RuntimeFolderError(ConfigError):
+    """The runtime folder cannot be made or written, or its disk is full."""
+
+    code = "runtime-folder"
+    exit_code = 8
+
+
+class AlreadyRunning(KvdError):
+    """Another daemon holds the runtime folder; it is unharmed."""
+
+    code = "already-running"
+    exit_code = 9
+
+
+class EngineUnsupported(KvdError):
+    """The engine's model, layer or call cannot be served rightly; the message names it and says what can be done."""
+
+    code = "engine-unsupported"
+    exit_code = 10
+
+
+def _tree(root: type[KvdError]) -> dict[str, type[KvdError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+BY_CODE: dict[str, type[KvdError]] = _tree(KvdError)
+"""Wire code -> class, for the side that receives an error."""
+
+
+def from_wire(code: str, message: str) -> KvdError:
+    """The exception a reply's (code, message) stands for; an unknown code of a newer daemon gives `KvdError`."""
+    return BY_CODE.get(code, KvdError)(message)

@@ -1,0 +1,151 @@
+"""Names of KV by content: namespace digests and chain hashes. Shared by the daemon and the client library.
+
+A chain hash is SHA-256 over (parent hash, token ids of one block). The first block's parent is the namespace digest,
+so a hash names the model, layout, adapter, tenant and every token before it. Everything hashed is canonical bytes:
+token ids as little-endian u32, every other field tagged and length-prefixed. No seed, no pickle, no `hash()`: two
+interpreters, two machines, two years apart agree. PROTOCOL.md has a worked example.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import SupportsIndex, cast
+
+from kvd.block import HASH_NBYTES, ChainHash, NamespaceDigest
+from kvd.errors import InvalidRequest, InvalidTokens
+from kvd.layout import LAYOUT_VERSION, KVLayout
+
+TOKEN_NBYTES = 4
+_ZERO, _ONE = b"\0\0\0\0", b"\1\0\0\0"
+_ROOT_TAG = b"kvd namespace 1"
+MAX_FIELD_NBYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """What must be equal for KV to be exchangeable, the tenant excepted, which only the daemon may name.
+
+    `model` is the weights' digest or a revision the user vouches for; `engine` names the family and the version of
+    its arrangement of a block; `positional` is the rope or other positional configuration in canonical text;
+    `adapter` is a digest of the adapter's content, never its name; `salt` separates what the caller wants separate.
+    """
+
+    model: str
+    layout: KVLayout
+    engine: str = "raw/1"
+    positional: str = ""
+    adapter: str = ""
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise InvalidRequest("a namespace needs a model: its weights digest, or a name with a revision")
+        for name in ("model", "engine", "positional", "adapter", "salt"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or len(value.encode("utf-8", "surrogatepass")) > MAX_FIELD_NBYTES:
+                raise InvalidRequest(f"namespace field {name} must be text of at most {MAX_FIELD_NBYTES} bytes")
+
+    def canonical_fields(self) -> list[tuple[bytes, bytes]]:
+        """(tag, value) of every field in the order they are hashed; numbers as decimal text."""
+        layout_fields = [(f"layout.{f.name}", str(getattr(self.layout, f.name))) for f in fields(KVLayout)]
+        own = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "layout"]
+        everything = [*own, ("layout.version", str(LAYOUT_VERSION)), *layout_fields]
+        return [(tag.encode(), value.encode("utf-8", "surrogatepass")) for tag, value in everything]
+
+
+def namespace_digest(namespace: Namespace, tenant: str) -> NamespaceDigest:
+    """SHA-256 over every field of the namespace and the tenant.
+
+    Each field is u32 tag length, tag, u32 value length, value; hence no two lists of fields share their bytes
+    ("ab","c" and "a","bc" differ, and a salt never equals an adapter of the same text).
+    """
+    digest = hashlib.sha256(_ROOT_TAG)
+    for tag, value in [*namespace.canonical_fields(), (b"tenant", tenant.encode())]:
+        digest.update(struct.pack("<I", len(tag)) + tag + struct.pack("<I", len(value)) + value)
+    return NamespaceDigest(digest.digest())
+
+
+def encode_tokens(token_ids: Iterable[SupportsIndex]) -> bytes:
+    """Token ids as little-endian u32, 4 bytes each.
+
+    Takes lists, tuples and other iterables of integers, one-dimensional numpy arrays and torch tensors of an integer
+    type (a torch tensor of shape [1, n] too). Raises `InvalidTokens` for anything else: negative ids, ids above
+    2**32-1, floats, bools.
+    """
+    if isinstance(token_ids, (bytes, bytearray, memoryview, str)):
+        raise InvalidTokens(f"token ids must be integers, not {type(token_ids).__name__}")
+    values: Sequence[SupportsIndex]
+    if hasattr(token_ids, "dtype") and hasattr(token_ids, "tolist"):
+        values = _array_values(token_ids)
+    else:
+        values = token_ids if isinstance(token_ids, (list, tuple)) else list(token_ids)
+    try:
+        # No id may be lost silently: array("I") takes __index__ only, and refuses what does not fit 32 bits.
+        packed = array("I", cast("Iterable[int]", values))
+    except OverflowError as error:
+        raise InvalidTokens("a token id is negative or above 2**32-1") from error
+    except TypeError as error:
+        raise InvalidTokens(f"token ids must be integers in 0 .. 2**32-1 ({error})") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    raw = packed.tobytes()
+    # A bool passes as 0 or 1, so its type is looked at only where the bytes of one of those occur.
+    if (_ONE in raw or _ZERO in raw) and any(issubclass(kind, bool) for kind in set(map(type, values))):
+        raise InvalidTokens("token ids must be integers, not bools")
+    return raw
+
+
+def _array_values(token_ids: object) -> list[int]:
+    """The values of a numpy array or torch tensor, told apart by their attributes so that neither is imported."""
+    dtype, shape = str(token_ids.dtype), tuple(token_ids.shape)  # type: ignore[attr-defined]
+    if "int" not in dtype:
+        raise InvalidTokens(f"token ids must be integers, not {dtype}")
+    if len(shape) == 2 and shape[0] == 1:
+        token_ids = token_ids[0]  # type: ignore[index]
+    elif len(shape) != 1:
+        raise InvalidTokens(f"token ids must have one dimension (or [1, n]), not shape {list(shape)}")
+    return cast("list[int]", token_ids.tolist())  # type: ignore[attr-defined]
+
+
+def chain_hashes(parent: NamespaceDigest | ChainHash, tokens: bytes, block_tokens: int) -> list[ChainHash]:
+    """The chain hash of every full block in `tokens` (as `encode_tokens` gives them), the partial last one left out.
+
+    `parent` is the namespace digest, or the hash of the block before the first of these. Length of the result:
+    number of tokens // block_tokens.
+    """
+    sha256 = hashlib.sha256
+    block_nbytes = block_tokens * TOKEN_NBYTES
+    whole = len(tokens) - len(tokens) % block_nbytes
+    hashes: list[bytes] = []
+    digest: bytes = parent
+    for (block,) in struct.iter_unpack(f"{block_nbytes}s", tokens[:whole]):
+        digest = sha256(digest + block).digest()
+        hashes.append(digest)
+    return cast("list[ChainHash]", hashes)
+
+
+def pack_hashes(hashes: Iterable[ChainHash]) -> bytes:
+    """Hashes as they travel: 32 bytes each, one after the other."""
+    return b"".join(hashes)
+
+
+def unpack_hashes(packed: bytes) -> list[ChainHash]:
+    """The inverse of `pack_hashes`. Raises `InvalidRequest` when the length is not a multiple of 32."""
+    if len(packed) % HASH_NBYTES:
+        raise InvalidRequest(f"{len(packed)} bytes of hashes are not a multiple of {HASH_NBYTES}")
+    return [ChainHash(block) for (block,) in struct.iter_unpack(f"{HASH_NBYTES}s", packed)]
+
+
+__all__ = [
+    "Namespace",
+    "chain_hashes",
+    "encode_tokens",
+    "namespace_digest",
+    "pack_hashes",
+    "unpack_hashes",
+]

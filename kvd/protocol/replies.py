@@ -1,0 +1,80 @@
+"""What the daemon answers, one class per reply.
+
+Each is a msgpack array: tag, request_id, epoch, then the fields in order.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvd.status import Snapshot
+
+
+class _Reply(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    request_id: int
+    epoch: int
+
+
+class Done(_Reply, tag="done"):
+    """It happened."""
+
+
+class Failed(_Reply, tag="failed"):
+    """It did not happen and nothing was changed; `code` is one of `kvd.errors`."""
+
+    code: str
+    message: str
+
+
+class CacheOpened(_Reply, tag="cache_opened"):
+    """`digest` is the parent of every first block's hash; a block lies at `index * block_nbytes` of its segment.
+
+    `segment = block_id // blocks_per_segment`, `index = block_id % blocks_per_segment`.
+    """
+
+    cache: int
+    pool: int
+    digest: bytes
+    blocks_per_segment: int
+    segment_nbytes: int
+
+
+class Begun(_Reply, tag="begun"):
+    """`blocks` names the cached blocks (the first `num_cached`), then the reserved ones.
+
+    `num_announced` hashes are now announced by this session (a suffix of what it sent). `checksums` is empty or one u64
+    a cached block (0 where none was given at the seal).
+    """
+
+    num_cached: int
+    blocks: bytes
+    num_announced: int
+    waited: bool = False
+    checksums: bytes = b""
+
+
+class Reserved(_Reply, tag="reserved"):
+    """The new reservations, packed."""
+
+    blocks: bytes
+
+
+class Sealed(_Reply, tag="sealed"):
+    """Per block of the request, the block that now stands for its hash: itself, or the one that was there first."""
+
+    blocks: bytes
+
+
+class Matched(_Reply, tag="matched"):
+    """Length of the resident prefix, in blocks."""
+
+    num_resident: int
+
+
+class StatusReply(_Reply, tag="status_reply"):
+    """See `kvd.status`."""
+
+    snapshot: Snapshot
+
+
+Reply = Done | Failed | CacheOpened | Begun | Reserved | Sealed | Matched | StatusReply

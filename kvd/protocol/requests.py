@@ -1,0 +1,117 @@
+"""What a client asks, one class per request. Each is a msgpack array: tag, request_id, epoch, then the fields in order.
+
+`request_id` is the client's own and comes back in the reply; `epoch` is the daemon's, from the session's welcome, and
+a request with another is refused, so ids of an earlier daemon are never accepted. Newer fields go at the end with a
+default; a decoder ignores what it does not know.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    request_id: int
+    epoch: int
+
+
+class OpenCache(_Request, tag="open_cache"):
+    """Names a namespace and its pool; answered by `CacheOpened`. Opening it again gives the same handle.
+
+    `block_nbytes` is the client's own figure; the daemon refuses with `invalid-layout` when its own differs.
+    """
+
+    model: str
+    engine: str
+    positional: str
+    adapter: str
+    salt: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    block_tokens: int
+    block_nbytes: int
+
+
+class Begin(_Request, tag="begin"):
+    """References the longest resident prefix, reserves the rest, announces what will be computed; answered by `Begun`.
+
+    `hashes` are the chain hashes of all full blocks of the prompt; at most the first `max_cached` are attached, so
+    that one token at least is left to compute. `num_blocks` is how many blocks the sequence wants in all, so
+    `num_blocks - cached` are reserved. With `announce`, the hashes not found are announced. `wait_s` bounds the wait for
+    a computation another session announced: None is the daemon's default, refused with `would-wait` when this session
+    has announcements of its own; 0 never waits.
+    """
+
+    cache: int
+    hashes: bytes
+    max_cached: int
+    num_blocks: int
+    announce: bool = True
+    wait_s: float | None = None
+    with_checksums: bool = False
+
+
+class Reserve(_Request, tag="reserve"):
+    """Reserves `num_blocks` more blocks, all or none, never waiting for another session; answered by `Reserved`."""
+
+    cache: int
+    num_blocks: int
+
+
+class Seal(_Request, tag="seal"):
+    """Publishes written blocks under their hashes, all or none; answered by `Sealed`.
+
+    Each reserved block becomes a sealed one that this session references once. Where the hash exists already, the reply
+    names the existing block, which this session then references; its own copy stays reserved until released.
+    `checksums` is empty or one xxh3-64 (little-endian u64) a block.
+    """
+
+    cache: int
+    blocks: bytes
+    hashes: bytes
+    checksums: bytes = b""
+
+
+class Retain(_Request, tag="retain"):
+    """One more reference on each sealed block this session references already, and `num_blocks` new reservations.
+
+    All or none; answered by `Reserved`. This is the daemon's part of a fork.
+    """
+
+    cache: int
+    blocks: bytes
+    num_blocks: int = 0
+
+
+class Release(_Request, tag="release"):
+    """Gives back one reference per entry of `blocks`, the reservations in `reserved`, the announcements in `hashes`.
+
+    All or none. Answered by `Done` only with `ack`; without it an error is counted and nothing comes back.
+    The sender has unmapped the blocks before it sends this.
+    """
+
+    cache: int
+    blocks: bytes = b""
+    reserved: bytes = b""
+    hashes: bytes = b""
+    ack: bool = False
+
+
+class Match(_Request, tag="match"):
+    """How far a prefix is resident, pinning and touching nothing; answered by `Matched`."""
+
+    cache: int
+    hashes: bytes
+
+
+class Status(_Request, tag="status"):
+    """A snapshot of everything; answered by `StatusReply`."""
+
+
+class Check(_Request, tag="check"):
+    """Verifies every invariant of the pools; answered by `Done`, or by `Failed` with `state-error` naming the fault."""
+
+
+Request = OpenCache | Begin | Reserve | Seal | Retain | Release | Match | Status | Check
