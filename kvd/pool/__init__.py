@@ -1,0 +1,64 @@
+"""Block states, free runs, LRU, prefix index, leases: the heart of kvd. No I/O, no threads, no clock.
+
+Everything here is called on the loop thread only; nothing is locked. Every verb validates the whole request first and
+then takes effect, or raises with nothing changed (evictions that made room for a `Grow` excepted).
+
+## API
+`Pools` is one device's byte budget and all its pools:
+
+    pools = Pools(budget_nbytes=…, segment_nbytes=…, floor_segments=1, session_quota_nbytes=None, uid_quota_nbytes=None)
+    pools.open_session(session, uid); pools.end_session(session)      everything it held goes back, in all pools
+    pool = pools.pool(tenant, block_nbytes)                           made on demand
+    pools.set_budget(nbytes); pools.growth_failed(pool_id, reason); pools.memory_retry()
+    pools.num_segments_room                                           segments the budget could still give
+    pools.take_dropped(); pools.take_woken()                          drain after every call below
+    pools.has_announcements(session); pools.session_figures(session) -> LeaseFigures
+    pools.usage() -> BudgetUsage; pools.pool_statuses(); pools.namespace_statuses(); pools.check_integrity()
+
+`Pool` is all segments of one tenant and one block size; `namespace` is what `Pool.namespace(digest, …)` returned:
+
+    pool.pool_id, pool.tenant, pool.block_nbytes, pool.blocks_per_segment
+    pool.add_segment() -> SegmentId                                   OutOfBlocks when the budget has no room any more
+    pool.begin(session, namespace, hashes, max_cached=, num_blocks=, announce=, may_wait=) -> Begun | WaitFor | Grow
+    pool.reserve(session, num_blocks) -> list[BlockId] | Grow
+    pool.seal(session, namespace, blocks, hashes, checksums=None) -> list[BlockId]
+    pool.retain(session, blocks, num_blocks=0) -> list[BlockId] | Grow
+    pool.release(session, blocks=(), reserved=(), hashes=())          blocks from head to tail of their sequence
+    pool.match(hashes) -> int; pool.checksums(session, blocks) -> list[int]
+    pool.begin_fill(namespace, hash) -> FillTicket | Grow | None; pool.complete_fill(ticket, ok)
+    pool.spill_candidates(limit); pool.begin_spill(block) -> SpillTicket; pool.complete_spill(ticket, ok)
+    pool.drop_namespace(digest) -> int                                flush
+
+Raises `OutOfBlocks`, `QuotaExceeded`, `OutOfMemory` (growth failed and the pool has no memory at all), `NotOwned`,
+`InvalidRequest`, `InvalidLayout`; `StateError` is always a defect in kvd.
+"""
+
+from __future__ import annotations
+
+from kvd.pool.namespaces import NamespaceCounters
+from kvd.pool.outcomes import (
+    Begun,
+    BudgetUsage,
+    DroppedSegment,
+    FillTicket,
+    Grow,
+    LeaseFigures,
+    SpillTicket,
+    WaitFor,
+)
+from kvd.pool.pool import Pool
+from kvd.pool.pools import Pools
+
+__all__ = [
+    "Begun",
+    "BudgetUsage",
+    "DroppedSegment",
+    "FillTicket",
+    "Grow",
+    "LeaseFigures",
+    "NamespaceCounters",
+    "Pool",
+    "Pools",
+    "SpillTicket",
+    "WaitFor",
+]

@@ -1,0 +1,98 @@
+"""One byte budget for the pools of a device: who may grow, and whose segment goes when the budget is used up."""
+
+from __future__ import annotations
+
+from kvd.pool.store import BlockStore, age
+
+
+class Budget:
+    """Counts in segments, since pools grow and shrink by nothing smaller."""
+
+    def __init__(self, *, budget_nbytes: int, segment_nbytes: int, floor_segments: int) -> None:
+        self.segment_nbytes = segment_nbytes
+        self.budget_nbytes = budget_nbytes
+        self._floor_segments = floor_segments
+        self._had_segments: int | None = None
+        """What the machine gave before it gave no more; None while it has not refused."""
+        self.failure = ""
+        """Why it refused."""
+        self.stores: list[BlockStore] = []
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of all pools, the retiring ones included: their memory is not back yet."""
+        return sum(len(store.segments) for store in self.stores)
+
+    @property
+    def limit(self) -> int:
+        """Segments all pools may have together."""
+        limit = self.budget_nbytes // self.segment_nbytes
+        return limit if self._had_segments is None else min(limit, self._had_segments)
+
+    @property
+    def headroom(self) -> int:
+        """Segments up to the limit; negative while retiring ones still hold memory above it."""
+        return self.limit - self.num_segments
+
+    @property
+    def room(self) -> int:
+        """Segments that may still be added."""
+        return max(0, self.headroom)
+
+    @property
+    def floor(self) -> int:
+        """Segments a pool keeps against the others; less than configured where the budget cannot hold that for all."""
+        return min(self._floor_segments, self.limit // max(1, len(self.stores)))
+
+    def growth_failed(self, reason: str) -> None:
+        """The machine gives no more than what the pools have now; a segment one gives up can still go to another."""
+        self._had_segments = self.num_segments
+        self.failure = reason
+
+    def memory_retry(self) -> None:
+        """It may give more again."""
+        self._had_segments = None
+        self.failure = ""
+
+    def set_nbytes(self, budget_nbytes: int) -> None:
+        """A smaller budget retires segments until the rest fits: unpinned ones first, the coldest of those first."""
+        self.budget_nbytes = budget_nbytes
+        excess = sum(store.num_active() for store in self.stores) - budget_nbytes // self.segment_nbytes
+        for _ in range(excess):
+            # Some pool is above its floor here, since the floors of all fit the budget.
+            candidates = [
+                (segment.num_pinned, age(segment), store, segment)
+                for store in self.stores
+                if store.num_active() > self.floor and (segment := store.least_pinned())
+            ]
+            _, _, store, segment = min(candidates, key=lambda candidate: candidate[:2])
+            store.retire(segment)
+
+    def num_obtainable(self, asking: BlockStore) -> int:
+        """Segments the pool could get at most: the room, and what the other pools could give up."""
+        floor = self.floor
+        reclaimable = sum(
+            min(store.num_unpinned(), max(0, store.num_active() - floor))
+            for store in self.stores
+            if store is not asking
+        )
+        return max(0, self.headroom + reclaimable)
+
+    def reclaim(self, asking: BlockStore, wanted_room: int, *, colder_than: int | None) -> None:
+        """Takes unpinned segments from other pools, the coldest first, until there is room for `wanted_room`.
+
+        Only ones not used since the stamp `colder_than`, unless that is None. Pools at their floor keep theirs.
+        """
+        floor = self.floor
+        while self.headroom < wanted_room:
+            candidates = [
+                (age(segment), store, segment)
+                for store in self.stores
+                if store is not asking and store.num_active() > floor and (segment := store.coldest_unpinned())
+            ]
+            if not candidates:
+                return
+            stamp, store, segment = min(candidates, key=lambda candidate: candidate[0])
+            if colder_than is not None and stamp >= colder_than:
+                return
+            store.retire(segment)

@@ -1,0 +1,83 @@
+"""The counters of one namespace, and the few words that `kvd status` shows beside them."""
+
+from __future__ import annotations
+
+from kvd.block import NamespaceDigest
+
+
+class NamespaceCounters:
+    """One namespace within one pool. Everything counts blocks, upwards from the daemon's start.
+
+    Made by `Pool.namespace`; the verbs that find or publish blocks take it, so that no lookup is needed there.
+    """
+
+    __slots__ = (
+        "adapter",
+        "block_tokens",
+        "digest",
+        "dropped_unspilled",
+        "duplicate_seals",
+        "engine",
+        "evictions",
+        "fills",
+        "flushed",
+        "has_salt",
+        "hits",
+        "lookups",
+        "misses",
+        "model",
+        "num_sealed",
+        "seals",
+        "spills",
+    )
+
+    COUNTERS = (
+        "lookups",
+        "hits",
+        "misses",
+        "seals",
+        "duplicate_seals",
+        "evictions",
+        "dropped_unspilled",
+        "fills",
+        "spills",
+        "flushed",
+    )
+
+    def __init__(
+        self,
+        digest: NamespaceDigest,
+        *,
+        model: str = "",
+        engine: str = "",
+        adapter: str = "",
+        has_salt: bool = False,
+        block_tokens: int = 0,
+    ) -> None:
+        self.digest = digest
+        self.model = model
+        self.engine = engine
+        self.adapter = adapter
+        self.has_salt = has_salt
+        self.block_tokens = block_tokens
+        self.num_sealed = 0
+        """Blocks that a lookup can find now; not a counter, it goes down too."""
+        self.lookups = 0
+        """Blocks that begins asked for; always hits + misses."""
+        self.hits = 0
+        self.misses = 0
+        self.seals = 0
+        self.duplicate_seals = 0
+        """Seals that met a block of the same hash."""
+        self.evictions = 0
+        self.dropped_unspilled = 0
+        """Those of the evictions that had no copy below."""
+        self.fills = 0
+        """Promotions that ended well."""
+        self.spills = 0
+        """Copies to a tier below that ended well."""
+        self.flushed = 0
+
+    def as_dict(self) -> dict[str, int]:
+        """Counter name -> value."""
+        return {name: getattr(self, name) for name in self.COUNTERS}

@@ -1,0 +1,197 @@
+"""All pools of one device, their sessions and their budget."""
+
+from __future__ import annotations
+
+from kvd.block import PAGE_NBYTES, ChainHash, SessionId
+from kvd.errors import InvalidLayout, InvalidRequest
+from kvd.pool import integrity
+from kvd.pool.blocks import SegmentState
+from kvd.pool.budget import Budget
+from kvd.pool.clock import LogicalClock
+from kvd.pool.outcomes import BudgetUsage, DroppedSegment, LeaseFigures
+from kvd.pool.pool import Pool
+from kvd.pool.quotas import Quotas
+from kvd.pool.sessions import Sessions
+from kvd.pool.store import BlockStore
+from kvd.status import NamespaceStatus, PoolStatus
+
+
+class Pools:
+    """Every call is for the loop thread; nothing is locked.
+
+    `take_dropped` and `take_woken` are drained after every call: what they name cannot wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_nbytes: int,
+        segment_nbytes: int,
+        floor_segments: int = 1,
+        session_quota_nbytes: int | None = None,
+        uid_quota_nbytes: int | None = None,
+    ) -> None:
+        if segment_nbytes <= 0 or segment_nbytes % PAGE_NBYTES:
+            raise InvalidRequest(
+                f"a segment of {segment_nbytes} bytes is not a whole number of {PAGE_NBYTES}-byte pages"
+            )
+        if budget_nbytes < 0 or floor_segments < 0:
+            raise InvalidRequest(f"budget {budget_nbytes} and floor {floor_segments} must not be negative")
+        self.segment_nbytes = segment_nbytes
+        self._budget = Budget(budget_nbytes=budget_nbytes, segment_nbytes=segment_nbytes, floor_segments=floor_segments)
+        self._sessions = Sessions(Quotas(session_quota_nbytes, uid_quota_nbytes))
+        self._clock = LogicalClock()
+        self._dropped: list[DroppedSegment] = []
+        self._woken: list[tuple[int, ChainHash]] = []
+        self._pools: list[Pool] = []
+        """By pool id."""
+        self._by_shape: dict[tuple[str, int], Pool] = {}
+
+    def open_session(self, session: SessionId, uid: int) -> None:
+        """A session begins. `uid` is the kernel's word."""
+        self._sessions.open(session, uid)
+
+    def end_session(self, session: SessionId) -> None:
+        """Every reference, reservation and announcement of it goes back, in all pools; its waiters' waits pass on."""
+        record = self._sessions.get(session)
+        for pool_id in list(record.leases):
+            self._pools[pool_id].end_lease(record)
+        self._sessions.close(record)
+
+    def pool(self, tenant: str, block_nbytes: int) -> Pool:
+        """The tenant's pool of that block size, made on demand without memory.
+
+        Raises `InvalidLayout` when a block is not whole pages or larger than a segment.
+        """
+        found = self._by_shape.get((tenant, block_nbytes))
+        if found is not None:
+            return found
+        if block_nbytes <= 0 or block_nbytes % PAGE_NBYTES:
+            raise InvalidLayout(f"a block of {block_nbytes} bytes is not a whole number of {PAGE_NBYTES}-byte pages")
+        if block_nbytes > self.segment_nbytes:
+            raise InvalidLayout(
+                f"a block of {block_nbytes} bytes does not fit a segment of {self.segment_nbytes}; raise memory.segment"
+            )
+        store = BlockStore(len(self._pools), self.segment_nbytes // block_nbytes, self._clock, self._dropped)
+        found = Pool(
+            tenant=tenant,
+            block_nbytes=block_nbytes,
+            store=store,
+            budget=self._budget,
+            sessions=self._sessions,
+            woken=self._woken,
+        )
+        self._budget.stores.append(store)
+        self._pools.append(found)
+        self._by_shape[tenant, block_nbytes] = found
+        return found
+
+    def by_id(self, pool_id: int) -> Pool:
+        """The pool of that number, which an outcome or a cache handle named."""
+        return self._pools[pool_id]
+
+    def set_budget(self, nbytes: int) -> None:
+        """Shrinks by retiring segments, unpinned and coldest first; grows later, on demand.
+
+        Segments with held blocks leave when the last of them is released: `usage` says how much is still to go.
+        """
+        if nbytes < 0:
+            raise InvalidRequest(f"a budget of {nbytes} bytes is negative")
+        self._budget.set_nbytes(nbytes)
+
+    def growth_failed(self, pool_id: int, reason: str) -> None:
+        """Memory for a `Grow` of that pool could not be had: until `memory_retry` the pools evict instead."""
+        self._budget.growth_failed(f"{reason} (for pool {pool_id})")
+
+    def memory_retry(self) -> None:
+        """Memory may be had again."""
+        self._budget.memory_retry()
+
+    @property
+    def num_segments_room(self) -> int:
+        """Segments the budget could still give to any pool."""
+        return self._budget.room
+
+    def has_announcements(self, session: SessionId) -> bool:
+        """Whether the session announced a hash, in any pool, that nobody sealed yet."""
+        return any(lease.announced for lease in self._sessions.get(session).leases.values())
+
+    def take_dropped(self) -> list[DroppedSegment]:
+        """The segments that left their pools since the last call."""
+        dropped = self._dropped[:]
+        self._dropped.clear()
+        return dropped
+
+    def take_woken(self) -> list[tuple[int, ChainHash]]:
+        """(pool id, hash) of every `WaitFor` that is over, well or not, since the last call."""
+        woken = self._woken[:]
+        self._woken.clear()
+        return woken
+
+    def session_figures(self, session: SessionId) -> LeaseFigures:
+        """What the session holds."""
+        record = self._sessions.get(session)
+        leases = record.leases.values()
+        return LeaseFigures(
+            num_references=sum(lease.num_references for lease in leases),
+            num_reserved=sum(len(lease.reserved) for lease in leases),
+            held_nbytes=record.held_nbytes,
+            num_announced=sum(len(lease.announced) for lease in leases),
+        )
+
+    def usage(self) -> BudgetUsage:
+        """The budget and what is used of it."""
+        num_segments = self._budget.num_segments
+        num_active = sum(store.num_active() for store in self._budget.stores)
+        return BudgetUsage(
+            budget_nbytes=self._budget.budget_nbytes,
+            used_nbytes=num_segments * self.segment_nbytes,
+            num_segments=num_segments,
+            num_segments_retiring=num_segments - num_active,
+        )
+
+    def pool_statuses(self) -> list[PoolStatus]:
+        """One per pool, by id."""
+        return [_pool_status(pool) for pool in self._pools]
+
+    def namespace_statuses(self) -> list[NamespaceStatus]:
+        """One per namespace that somebody opened, by pool."""
+        return [
+            NamespaceStatus(
+                digest=namespace.digest.hex(),
+                pool=pool.pool_id,
+                model=namespace.model,
+                engine=namespace.engine,
+                adapter=namespace.adapter,
+                has_salt=namespace.has_salt,
+                block_tokens=namespace.block_tokens,
+                num_sealed=namespace.num_sealed,
+                counters=namespace.as_dict(),
+            )
+            for pool in self._pools
+            for namespace in pool.namespaces.values()
+        ]
+
+    def check_integrity(self) -> None:
+        """Verifies every invariant; O(blocks). Raises `StateError` naming the first fault."""
+        for pool in self._pools:
+            integrity.check_pool(pool, self._sessions)
+        integrity.check_sessions(self._pools, self._sessions)
+
+
+def _pool_status(pool: Pool) -> PoolStatus:
+    store = pool.store
+    return PoolStatus(
+        pool=pool.pool_id,
+        tenant=pool.tenant,
+        block_nbytes=pool.block_nbytes,
+        num_segments=len(store.segments),
+        num_segments_retiring=sum(s.state is SegmentState.RETIRING for s in store.segments.values()),
+        num_free=store.num_free,
+        num_reserved=store.num_reserved,
+        num_filling=store.num_filling,
+        num_sealed=store.num_sealed,
+        num_referenced=store.num_referenced,
+        num_references=store.num_references,
+        counters=pool.counters(),
+    )

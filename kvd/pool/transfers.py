@@ -1,0 +1,86 @@
+"""Copies between a pool and the tiers below: what a promotion or a spill holds, and what its completion may still do.
+
+A copy that runs cannot be taken back, so its block stays out of reach until the completion: a FILLING block is not
+freed and a block being spilled holds the mover's reference, whatever happens to their hash meanwhile.
+"""
+
+from __future__ import annotations
+
+from kvd.block import BlockState
+from kvd.errors import StateError
+from kvd.pool.announcements import Announcements
+from kvd.pool.blocks import Block
+from kvd.pool.namespaces import NamespaceCounters
+from kvd.pool.outcomes import FillTicket, SpillTicket
+from kvd.pool.store import BlockStore
+
+
+class Transfers:
+    """The open copies of one pool by generation. A generation that is not open any more completes nothing."""
+
+    __slots__ = ("_announcements", "_next_generation", "_store", "failed_fills", "failed_spills", "fills", "spills")
+
+    def __init__(self, store: BlockStore, announcements: Announcements) -> None:
+        self._store = store
+        self._announcements = announcements
+        self._next_generation = 1
+        self.fills: dict[int, Block] = {}
+        self.spills: dict[int, tuple[Block, NamespaceCounters]] = {}
+        self.failed_fills = 0
+        self.failed_spills = 0
+
+    def begin_fill(self, namespace: NamespaceCounters, ticket_for: Block) -> FillTicket:
+        """`ticket_for` was taken as FILLING and given its hash."""
+        if ticket_for.hash is None:
+            raise StateError(f"block {ticket_for.id} is to be filled for no hash")
+        generation = self._generation()
+        self.fills[generation] = ticket_for
+        return FillTicket(self._store.pool_id, ticket_for.id, generation, ticket_for.hash)
+
+    def complete_fill(self, ticket: FillTicket, *, ok: bool) -> None:
+        """Publishes the block if its outcome is still wanted, else frees it."""
+        block = self.fills.pop(ticket.generation, None)
+        if block is None:
+            return
+        namespace = block.namespace
+        self.failed_fills += not ok
+        if block.hash is None or namespace is None:  # a seal was faster, or a flush came
+            self._store.free([block])
+            return
+        del self._store.index.filling[ticket.hash]
+        if ok:
+            namespace.fills += 1
+            self._store.publish(block, namespace, ticket.hash)
+            self._announcements.end(ticket.hash)
+        else:
+            self._store.free([block])
+            self._announcements.wake(ticket.hash)
+
+    def begin_spill(self, block: Block) -> SpillTicket:
+        """The mover takes a reference. Raises `StateError` unless the block is sealed, found by hash and not copied."""
+        namespace = block.namespace
+        if block.state is not BlockState.SEALED or block.hash is None or namespace is None:
+            raise StateError(f"block {block.id} is {block.state.value} and not found by hash; it cannot be spilled")
+        if block.has_copy_below or any(spilled is block for spilled, _ in self.spills.values()):
+            raise StateError(f"block {block.id} has a copy below, or is being copied there")
+        generation = self._generation()
+        self._store.reference([block])
+        self.spills[generation] = (block, namespace)
+        return SpillTicket(self._store.pool_id, block.id, generation, block.hash, namespace.digest, block.checksum)
+
+    def complete_spill(self, ticket: SpillTicket, *, ok: bool) -> None:
+        """The mover's reference goes back; with `ok` the block counts as copied, if it still stands for that hash."""
+        opened = self.spills.pop(ticket.generation, None)
+        if opened is None:
+            return
+        block, namespace = opened
+        self.failed_spills += not ok
+        if ok and block.hash == ticket.hash:
+            namespace.spills += 1
+            block.has_copy_below = True
+        self._store.unreference_copied(block)
+
+    def _generation(self) -> int:
+        generation = self._next_generation
+        self._next_generation += 1
+        return generation
