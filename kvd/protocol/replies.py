@@ -15,18 +15,18 @@ class _Reply(msgspec.Struct, array_like=True, frozen=True, gc=False):
     epoch: int
 
 
-class Done(_Reply, tag="done"):
+class Done(_Reply, frozen=True, tag="done"):
     """It happened."""
 
 
-class Failed(_Reply, tag="failed"):
+class Failed(_Reply, frozen=True, tag="failed"):
     """It did not happen and nothing was changed; `code` is one of `kvd.errors`."""
 
     code: str
     message: str
 
 
-class CacheOpened(_Reply, tag="cache_opened"):
+class CacheOpened(_Reply, frozen=True, tag="cache_opened"):
     """`digest` is the parent of every first block's hash; a block lies at `index * block_nbytes` of its segment.
 
     `segment = block_id // blocks_per_segment`, `index = block_id % blocks_per_segment`.
@@ -39,7 +39,7 @@ class CacheOpened(_Reply, tag="cache_opened"):
     segment_nbytes: int
 
 
-class Begun(_Reply, tag="begun"):
+class Begun(_Reply, frozen=True, tag="begun"):
     """`blocks` names the cached blocks (the first `num_cached`), then the reserved ones.
 
     `num_announced` hashes are now announced by this session (a suffix of what it sent). `checksums` is empty or one u64
@@ -53,25 +53,25 @@ class Begun(_Reply, tag="begun"):
     checksums: bytes = b""
 
 
-class Reserved(_Reply, tag="reserved"):
+class Reserved(_Reply, frozen=True, tag="reserved"):
     """The new reservations, packed."""
 
     blocks: bytes
 
 
-class Sealed(_Reply, tag="sealed"):
+class Sealed(_Reply, frozen=True, tag="sealed"):
     """Per block of the request, the block that now stands for its hash: itself, or the one that was there first."""
 
     blocks: bytes
 
 
-class Matched(_Reply, tag="matched"):
+class Matched(_Reply, frozen=True, tag="matched"):
     """Length of the resident prefix, in blocks."""
 
     num_resident: int
 
 
-class StatusReply(_Reply, tag="status_reply"):
+class StatusReply(_Reply, frozen=True, tag="status_reply"):
     """See `kvd.status`."""
 
     snapshot: Snapshot

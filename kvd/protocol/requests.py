@@ -15,7 +15,7 @@ class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
     epoch: int
 
 
-class OpenCache(_Request, tag="open_cache"):
+class OpenCache(_Request, frozen=True, tag="open_cache"):
     """Names a namespace and its pool; answered by `CacheOpened`. Opening it again gives the same handle.
 
     `block_nbytes` is the client's own figure; the daemon refuses with `invalid-layout` when its own differs.
@@ -34,7 +34,7 @@ class OpenCache(_Request, tag="open_cache"):
     block_nbytes: int
 
 
-class Begin(_Request, tag="begin"):
+class Begin(_Request, frozen=True, tag="begin"):
     """References the longest resident prefix, reserves the rest, announces what will be computed; answered by `Begun`.
 
     `hashes` are the chain hashes of all full blocks of the prompt; at most the first `max_cached` are attached, so
@@ -53,14 +53,14 @@ class Begin(_Request, tag="begin"):
     with_checksums: bool = False
 
 
-class Reserve(_Request, tag="reserve"):
+class Reserve(_Request, frozen=True, tag="reserve"):
     """Reserves `num_blocks` more blocks, all or none, never waiting for another session; answered by `Reserved`."""
 
     cache: int
     num_blocks: int
 
 
-class Seal(_Request, tag="seal"):
+class Seal(_Request, frozen=True, tag="seal"):
     """Publishes written blocks under their hashes, all or none; answered by `Sealed`.
 
     Each reserved block becomes a sealed one that this session references once. Where the hash exists already, the reply
@@ -74,7 +74,7 @@ class Seal(_Request, tag="seal"):
     checksums: bytes = b""
 
 
-class Retain(_Request, tag="retain"):
+class Retain(_Request, frozen=True, tag="retain"):
     """One more reference on each sealed block this session references already, and `num_blocks` new reservations.
 
     All or none; answered by `Reserved`. This is the daemon's part of a fork.
@@ -85,7 +85,7 @@ class Retain(_Request, tag="retain"):
     num_blocks: int = 0
 
 
-class Release(_Request, tag="release"):
+class Release(_Request, frozen=True, tag="release"):
     """Gives back one reference per entry of `blocks`, the reservations in `reserved`, the announcements in `hashes`.
 
     All or none. Answered by `Done` only with `ack`; without it an error is counted and nothing comes back.
@@ -99,18 +99,18 @@ class Release(_Request, tag="release"):
     ack: bool = False
 
 
-class Match(_Request, tag="match"):
+class Match(_Request, frozen=True, tag="match"):
     """How far a prefix is resident, pinning and touching nothing; answered by `Matched`."""
 
     cache: int
     hashes: bytes
 
 
-class Status(_Request, tag="status"):
+class Status(_Request, frozen=True, tag="status"):
     """A snapshot of everything; answered by `StatusReply`."""
 
 
-class Check(_Request, tag="check"):
+class Check(_Request, frozen=True, tag="check"):
     """Verifies every invariant of the pools; answered by `Done`, or by `Failed` with `state-error` naming the fault."""
 
 

@@ -1,0 +1,102 @@
+"""One segment of host memory: a sealed memfd that processes map, resident before anybody sees it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from kvd.block import PAGE_NBYTES
+from kvd.errors import InvalidLayout, OutOfMemory
+from kvd.memory.available import HUGE_PAGE_NBYTES
+
+ALLOCATION_STEP_NBYTES = 64 << 20
+"""Memory is taken in steps of this, so that a close or a shortage is noticed within some 20 ms."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class HostSegment:
+    """`nbytes` of shared memory with two descriptors: `writable_fd`, and `read_only_fd` for those who only read.
+
+    Every page is allocated when the constructor returns, so touching the memory never raises SIGBUS. The size is
+    sealed, and the mode is 0400: whoever holds only `read_only_fd` can neither map it writable, nor make such a mapping
+    writable, nor re-open it writable as another user, nor resize or punch it; the kernel refuses.
+
+    A context manager; `close()` is idempotent and gives the memory back even while others still hold descriptors.
+    Made on any thread, used by one at a time.
+    """
+
+    def __init__(
+        self, nbytes: int, *, huge_pages: bool = False, before_step: Callable[[int], None] | None = None
+    ) -> None:
+        """`before_step(remaining_nbytes)` is called before each allocation step and may raise to give up.
+
+        Raises `InvalidLayout` for a size that is not whole pages, `OutOfMemory` when the memory cannot be had; what
+        was allocated by then has been given back.
+        """
+        page_nbytes = HUGE_PAGE_NBYTES if huge_pages else PAGE_NBYTES
+        if nbytes <= 0 or nbytes % page_nbytes:
+            raise InvalidLayout(f"a segment of {nbytes} bytes is not a whole number of {page_nbytes}-byte pages")
+        self.nbytes = nbytes
+        self.huge_pages = huge_pages
+        self.writable_fd = self.read_only_fd = -1
+        try:
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            if huge_pages:
+                flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
+            self.writable_fd = os.memfd_create("kvd-segment", flags)
+            os.fchmod(self.writable_fd, 0o400)
+            self.read_only_fd = os.open(f"/proc/self/fd/{self.writable_fd}", os.O_RDONLY | os.O_CLOEXEC)
+            for offset in range(0, nbytes, ALLOCATION_STEP_NBYTES):
+                if before_step is not None:
+                    before_step(nbytes - offset)
+                os.posix_fallocate(self.writable_fd, offset, min(ALLOCATION_STEP_NBYTES, nbytes - offset))
+            fcntl.fcntl(self.writable_fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            self.close()
+            raise OutOfMemory(_reason(nbytes, error)) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the memory back to the machine and closes both descriptors. Never raises."""
+        writable_fd, self.writable_fd = self.writable_fd, -1
+        read_only_fd, self.read_only_fd = self.read_only_fd, -1
+        if writable_fd >= 0:
+            # A process that ignores its revoke still holds a descriptor; the punched memory is free all the same.
+            # It cannot fail on a memfd of ours, and if it did the close below would still free it with the last holder.
+            _libc.fallocate(writable_fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, 0, self.nbytes)
+            os.close(writable_fd)
+        if read_only_fd >= 0:
+            os.close(read_only_fd)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self.writable_fd < 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _reason(nbytes: int, error: OSError) -> str:
+    what = f"a segment of {nbytes >> 20} MiB"
+    if error.errno in {errno.EMFILE, errno.ENFILE}:
+        return f"no file descriptor is left for {what}; raise the limit of open files (LimitNOFILE)"
+    if error.errno == errno.EFBIG:
+        return f"{what} is over this process's file size limit (ulimit -f)"
+    return f"{what} cannot be had: {os.strerror(error.errno or 0)}; free memory, or lower memory.budget"

@@ -1,0 +1,21 @@
+"""Waiting for a real condition of another process or thread, without sleeping."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
+
+
+def eventually(condition: Callable[[], _Value], timeout_s: float = 10.0) -> _Value:
+    """The first true value of `condition`; fails when there is none in time."""
+    deadline_s = time.monotonic() + timeout_s
+    tick = threading.Event()
+    while not (value := condition()):
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"not within {timeout_s} s: {condition}")
+        tick.wait(0.01)
+    return value
