@@ -20,10 +20,19 @@
     ├── RequestTimeout            the daemon lives but did not answer in time
     ├── ClientClosed              use after close
     │   └── ForkedClient          use in a child of the process that connected
+    ├── CorruptBlock              a block's bytes are not those its writer gave the checksum of
     ├── StateError                a block asked to make an illegal move: a defect in kvd itself
     ├── ConfigError               an unknown key, a wrong type, a value out of range
     │   └── RuntimeFolderError    the runtime folder cannot be made, written or locked
     ├── AlreadyRunning            another daemon holds the runtime folder
+    ├── TierError                 one tier could not do what was asked; memory serves on
+    │   ├── TierUnavailable       unreachable, too slow, closed, or its circuit breaker is open
+    │   │   └── TierRefused       it answers, but not to us: password, rights, version, not a Redis
+    │   ├── TierFull              no room, and nothing there may be evicted
+    │   ├── BlockMissing          the tier does not hold the block (any more)
+    │   ├── BlockCorrupt          it held something else; that was deleted
+    │   ├── CodecUnavailable      the value's codec needs a library that is not installed here
+    │   └── StaleGeneration       the namespace was flushed since the block was sealed
     └── EngineUnsupported         an engine's model or call that cannot be served rightly
 
 Each class has a `code` that travels on the wire (so a client in any language can tell them apart) and, where it can
@@ -162,6 +171,12 @@ class ForkedClient(ClientClosed):
     code = "forked-client"
 
 
+class CorruptBlock(KvdError):
+    """A block's bytes differ from the checksum its writer gave when it sealed it. Recompute; nothing is held."""
+
+    code = "corrupt-block"
+
+
 class StateError(KvdError, RuntimeError):
     """A block was asked to make an illegal move. Always a defect in kvd; the message gives block, from and to."""
 
@@ -187,6 +202,65 @@ class AlreadyRunning(KvdError):
 
     code = "already-running"
     exit_code = 9
+
+
+class TierError(KvdError):
+    """A tier could not do what was asked. The source of a put is unharmed; the target of a get holds no meaning.
+
+    `cause` is a short word under which the tier counts the fault; several causes share one class.
+    """
+
+    code = "tier-error"
+
+    def __init__(self, message: str = "", *, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause or self.code
+
+
+class TierUnavailable(TierError):
+    """The tier is unreachable, did not answer in time, was closed, or its circuit breaker is open. Ask again later."""
+
+    code = "tier-unavailable"
+
+
+class TierRefused(TierUnavailable):
+    """Something answers, but cannot serve as configured: wrong password, no rights, too old, not a Redis."""
+
+    code = "tier-refused"
+
+
+class TierFull(TierError):
+    """The tier has no room and may not make any. Nothing was stored."""
+
+    code = "tier-full"
+
+
+class BlockMissing(TierError):
+    """The tier does not hold the block. Never a fault: blocks may be evicted, expire or be flushed at any moment."""
+
+    code = "block-missing"
+
+
+class BlockCorrupt(TierError):
+    """What lay under the block's name was not that block; it was deleted and counts as a miss."""
+
+    code = "block-corrupt"
+
+
+class CodecUnavailable(TierError):
+    """The value is encoded by a codec whose library is not installed here; it was left alone. A miss."""
+
+    code = "codec-unavailable"
+
+
+class StaleGeneration(TierError):
+    """The namespace's generation is not the one the block was sealed under. Nothing readable was stored.
+
+    `cause` is "flushed" when somebody flushed the namespace (drop it everywhere), or "generation-lost" when the tier
+    forgot it, restarted empty for instance (ask for the new generation and go on).
+    """
+
+    code = "stale-generation"
 
 
 class EngineUnsupported(KvdError):

@@ -13,7 +13,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
-class PoolStatus(_Part):
+class PoolStatus(_Part, frozen=True):
     """One pool: all segments of one tenant and one block size."""
 
     pool: int
@@ -31,7 +31,7 @@ class PoolStatus(_Part):
     counters: dict[str, int]
 
 
-class NamespaceStatus(_Part):
+class NamespaceStatus(_Part, frozen=True):
     """One namespace that somebody opened since the daemon started."""
 
     digest: str
@@ -45,7 +45,7 @@ class NamespaceStatus(_Part):
     counters: dict[str, int]
 
 
-class ClientStatus(_Part):
+class ClientStatus(_Part, frozen=True):
     """One session. `uid` and `pid` are the kernel's word, `label` is the client's."""
 
     session: int
@@ -64,7 +64,7 @@ class ClientStatus(_Part):
     stalled: bool
 
 
-class MemoryStatus(_Part):
+class MemoryStatus(_Part, frozen=True):
     """The device's byte budget. `device` is "host" for host shared memory."""
 
     device: str
@@ -77,7 +77,48 @@ class MemoryStatus(_Part):
     """What the machine, or the cgroup, could still give."""
 
 
-class Snapshot(_Part):
+class TierUsage(_Part, frozen=True):
+    """What a tier holds, as the tier itself says: never a sum kept beside it."""
+
+    num_blocks: int
+    used_nbytes: int
+    """Bytes of the blocks as they are stored, headers and encoding included; whole segments for the host tier."""
+    budget_nbytes: int
+    """0 when the tier names no limit."""
+
+
+class TierStatus(_Part, frozen=True):
+    """One lower tier. Made without asking the tier anything, so it is there at once even when the tier is stuck."""
+
+    name: str
+    kind: str
+    """host, redis, or remote."""
+    address: str
+    """Where it is, without secrets; empty for the host tier."""
+    state: str
+    """up, down (its circuit breaker is open) or probing (the first call after that is on its way)."""
+    reason: str
+    """Why it is down, with what to do; empty when it is up."""
+    retry_in_s: float
+    num_hits: int
+    num_misses: int
+    num_puts: int
+    num_deletes: int
+    read_nbytes: int
+    read_s: float
+    """Time spent in gets that hit: read_nbytes / read_s is the bandwidth."""
+    written_nbytes: int
+    write_s: float
+    errors: dict[str, int]
+    """Counts by cause."""
+    usage: TierUsage | None
+    """As last measured; None before the first time."""
+    usage_age_s: float
+    details: dict[str, str]
+    """Of the kind: server name and version, codec, and so on."""
+
+
+class Snapshot(_Part, frozen=True):
     """Everything at one moment."""
 
     version: str

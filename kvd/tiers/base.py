@@ -1,0 +1,136 @@
+"""The contract of a tier, and nothing else: every tier passes the same conformance suite (tests/tiers).
+
+Generations make a flush final. A namespace has one current generation per tier. Whoever puts a block names the
+generation he learnt *before* that block was sealed; a tier never lets a block be read under another one. So a spill
+that was in flight during a flush, or a second daemon that has not heard of it, stores nothing that can be found:
+
+    generation = tier.generation(namespace)         # when the namespace is opened
+    ... blocks are sealed ...
+    tier.put(key, data, generation=generation)      # StaleGeneration: flushed since
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, NewType, Self
+
+from kvd.block import ChainHash, NamespaceDigest
+from kvd.errors import TierError
+from kvd.status import TierStatus, TierUsage
+
+Generation = NewType("Generation", int)
+"""Names the time between two flushes of one namespace in one tier. Only equality means anything."""
+
+
+class TierKey(NamedTuple):
+    """The name of a block in every tier. The namespace includes the tenant."""
+
+    namespace: NamespaceDigest
+    chain_hash: ChainHash
+
+
+class Read(NamedTuple):
+    """One block to fetch. `into` is writable, contiguous, and exactly as long as the block."""
+
+    key: TierKey
+    into: memoryview
+
+
+class Write(NamedTuple):
+    """One block to store. `data` must not change until the put returns; `itemsize`, bytes of a number, helps codecs."""
+
+    key: TierKey
+    data: memoryview
+    generation: Generation
+    itemsize: int = 2
+
+
+Outcome = TierError | None
+"""Of one item of a batch: None when it went well."""
+
+
+class Tier(abc.ABC):
+    """A place below the pool. All methods may be called from any thread, several at once; only `status` never waits.
+
+    A batch never raises for one item: it returns the outcome of each, so that one bad block costs one block. Calls on
+    a closed tier fail with `TierUnavailable`.
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def generation(self, namespace: NamespaceDigest) -> Generation:
+        """The current generation, made now if there is none. Raises `TierUnavailable`."""
+
+    @abc.abstractmethod
+    def contains(self, keys: Sequence[TierKey]) -> list[bool]:
+        """Which blocks are there now, asked of the tier itself in one round trip. Raises `TierUnavailable`.
+
+        True is no promise: the block may be gone by the time it is fetched.
+        """
+
+    @abc.abstractmethod
+    def get_many(self, reads: Sequence[Read]) -> list[Outcome]:
+        """Fetch blocks. An outcome of None means that `into` holds exactly the bytes that were put.
+
+        Otherwise `into` holds no meaning, and the outcome is `BlockMissing`, `BlockCorrupt` (the value was deleted),
+        `CodecUnavailable` or `TierUnavailable`.
+        """
+
+    @abc.abstractmethod
+    def put_many(self, writes: Sequence[Write]) -> list[Outcome]:
+        """Store blocks, each wholly or not at all: a reader sees the old state or all of the new one.
+
+        Storing a block that is there succeeds. Outcomes: `TierFull`, `TierUnavailable` or `StaleGeneration`.
+        """
+
+    @abc.abstractmethod
+    def delete(self, keys: Sequence[TierKey]) -> int:
+        """Forget blocks; the number of those that were there. Raises `TierUnavailable`."""
+
+    @abc.abstractmethod
+    def flush(self, namespace: NamespaceDigest) -> Generation:
+        """Start a new generation: from now on nothing put under an older one is found, whoever puts it, whenever.
+
+        Raises `TierUnavailable` when the tier cannot be told; then the flush is remembered and done before anything
+        of the namespace is read or written here again.
+        """
+
+    def take_flushed(self) -> list[NamespaceDigest]:
+        """Namespaces seen flushed by somebody else since the last call: drop them from the pool and other tiers."""
+        return []
+
+    @abc.abstractmethod
+    def usage(self) -> TierUsage:
+        """Ask the tier what it holds; the answer also shows in the next `status`. Raises `TierUnavailable`."""
+
+    @abc.abstractmethod
+    def status(self) -> TierStatus:
+        """Counters and the last known usage. Does no I/O and waits for nobody."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+    def get(self, key: TierKey, into: memoryview) -> None:
+        """`get_many` of one; raises its outcome."""
+        _raise_if_failed(self.get_many([Read(key, into)])[0])
+
+    def put(self, key: TierKey, data: memoryview, *, generation: Generation, itemsize: int = 2) -> None:
+        """`put_many` of one; raises its outcome."""
+        _raise_if_failed(self.put_many([Write(key, data, generation, itemsize)])[0])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _raise_if_failed(outcome: Outcome) -> None:
+    if outcome is not None:
+        raise outcome

@@ -1,0 +1,61 @@
+"""Flushes that must outlive a crash of the embedded server: one small file beside its snapshot.
+
+A server that restarts from a snapshot taken before a flush would bring the flushed blocks back. So each flush is
+written here, synced, before the server is told, and told again whenever another run of the server is met.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from kvd.block import HASH_NBYTES, NamespaceDigest
+from kvd.errors import RuntimeFolderError
+from kvd.tiers.base import Generation
+
+
+class GenerationJournal:
+    """Namespace -> the generation of its last flush. Lines of two hex numbers; a torn last line is ignored."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads what is there and rewrites it without the outdated lines. Raises `RuntimeFolderError`."""
+        self._path = path
+        self.flushed: dict[NamespaceDigest, Generation] = {}
+        try:
+            lines = path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else []
+            for line in lines:
+                self._take(line)
+            draft = path.with_suffix(".new")
+            _append(draft, "".join(map(_line, self.flushed.items())), mode="w")
+            draft.replace(path)
+        except OSError as error:
+            raise RuntimeFolderError(f"the flush journal {path} cannot be kept: {error}") from error
+
+    def record(self, namespace: NamespaceDigest, generation: Generation) -> None:
+        """On disk when this returns. Raises `RuntimeFolderError`; then the flush must not be called done."""
+        try:
+            _append(self._path, _line((namespace, generation)), mode="a")
+        except OSError as error:
+            raise RuntimeFolderError(f"the flush journal {self._path} cannot be written: {error}") from error
+        self.flushed[namespace] = generation
+
+    def _take(self, line: str) -> None:
+        namespace, _, number = line.partition(" ")
+        try:
+            digest, generation = bytes.fromhex(namespace), int(number, 16)
+        except ValueError:
+            return
+        if len(digest) == HASH_NBYTES and len(number) == 16:
+            self.flushed[NamespaceDigest(digest)] = Generation(generation)
+
+
+def _append(path: Path, text: str, *, mode: Literal["a", "w"]) -> None:
+    with path.open(mode, encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _line(entry: tuple[NamespaceDigest, Generation]) -> str:
+    return f"{entry[0].hex()} {entry[1]:016x}\n"

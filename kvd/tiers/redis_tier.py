@@ -1,0 +1,398 @@
+"""The Redis tier (L3): blocks in any Redis or Valkey, alone or a cluster, shared with other daemons or kvd's own.
+
+Nothing is remembered about what Redis holds: every question goes there, in one round trip. Each answer that says
+"here it is" comes with the namespace's generation, read after it, so a flush by anybody is noticed by the next call.
+Trouble of any kind is a miss or a typed error in bounded time; the breaker keeps a dead server from costing more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.block import NamespaceDigest
+from kvd.errors import BlockCorrupt, BlockMissing, ConfigError, TierError, TierFull, TierUnavailable
+from kvd.status import TierStatus, TierUsage
+from kvd.tiers.base import Generation, Outcome, Read, Tier, TierKey, Write
+from kvd.tiers.breaker import BreakerState, CircuitBreaker
+from kvd.tiers.codecs import codec_named
+from kvd.tiers.counters import TierCounters
+from kvd.tiers.redis_bulk import UNANSWERED, ReadJob, WriteJob
+from kvd.tiers.redis_generations import Generations, new_generation, record_of
+from kvd.tiers.redis_keys import RedisKeys
+from kvd.tiers.redis_nodes import Keyed, RedisNodes
+from kvd.tiers.redis_url import RedisAddress
+from kvd.tiers.resp_connection import Reply, command
+
+MAX_TTL_S = 366 * 86400
+RECORD_GRACE_S = 3600
+"""A generation's record outlives every value put under it by this: it is touched after each of them."""
+
+_MAX_VALUE_NBYTES = (512 << 20) - 4096  # servers refuse longer ones (proto-max-bulk-len)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedisOptions:
+    """How the tier uses its Redis. Raises `ConfigError` for values that make no sense."""
+
+    prefix: str = "kvd:"
+    """Goes before every key; daemons that share blocks share it."""
+    ttl_s: int = 3600
+    """How long a block lives after its last use."""
+    codec: str = "raw"
+    """raw, lz4 or zstd: how blocks are written. Every codec is read."""
+    control_timeout_s: float = 0.05
+    """Bounds each wait for a small answer."""
+    connect_timeout_s: float = 0.25
+    """Bounds connecting, log-in included; over a network it takes several round trips."""
+    bulk_timeout_s: float = 0.25
+    """Bounds each wait for a value, together with the time its size takes at `bulk_nbytes_per_s`."""
+    bulk_nbytes_per_s: float = 20e6
+    """The slowest transfer that is still worth waiting for."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ttl_s, bool) or not 1 <= self.ttl_s <= MAX_TTL_S:
+            raise ConfigError(f"redis ttl_s must be from 1 to {MAX_TTL_S} seconds, not {self.ttl_s}")
+        for name in ("control_timeout_s", "connect_timeout_s", "bulk_timeout_s"):
+            if not 0 < getattr(self, name) <= 60:
+                raise ConfigError(f"redis {name} must be above 0 and at most 60 seconds")
+        if not self.bulk_nbytes_per_s > 0:
+            raise ConfigError("redis bulk_nbytes_per_s must be above 0")
+        codec_named(self.codec)
+        RedisKeys(self.prefix)
+
+
+class RedisTier(Tier):
+    """Blocks in Redis. Connects when first asked: a Redis that is absent at start is a warning, not a failure.
+
+    `records_expire=False` keeps the generations' records for ever; it is for a server whose policy evicts only what has
+    a time to live, so that a burst of values can't push a record out, and its whole namespace out of reach.
+    `on_flush(namespace, generation)` is called before Redis is told of a flush; the embedded server keeps its journal
+    there, for a flush must outlive a crash. What it raises ends the flush, which stays remembered.
+    """
+
+    def __init__(
+        self,
+        address: RedisAddress,
+        options: RedisOptions | None = None,
+        *,
+        name: str = "redis",
+        records_expire: bool = True,
+        on_flush: Callable[[NamespaceDigest, Generation], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self._options = options or RedisOptions()
+        self._address = address
+        self._codec = codec_named(self._options.codec)
+        self._keys = RedisKeys(self._options.prefix)
+        self._on_flush = on_flush
+        ttl_s = self._options.ttl_s + RECORD_GRACE_S
+        self._record_ttl: tuple[bytes, ...] = (b"EX", b"%d" % ttl_s) if records_expire else ()
+        self._nodes = RedisNodes(
+            address,
+            control_timeout_s=self._options.control_timeout_s,
+            connect_timeout_s=self._options.connect_timeout_s,
+            clock=clock,
+        )
+        self._generations = Generations()
+        self._counters = TierCounters(clock)
+        self._breaker = CircuitBreaker(clock=clock)
+        # A full server answers well, so it has a breaker of its own, for puts only.
+        self._room = CircuitBreaker(trips=TierFull, refusal=TierFull, first_backoff_s=0.5, clock=clock)
+        self._closed = False
+
+    def generation(self, namespace: NamespaceDigest) -> Generation:
+        """Reads the record; makes one if Redis has none (or forgot it, or holds nonsense there)."""
+        with self._counting(), self._call():
+            known = self._read_records([namespace])[namespace]
+            if known is not None:
+                return known
+            key = self._keys.generation(namespace)
+            record = record_of(new_generation(), flushed=False)
+            # NX: of two daemons that find nothing, one wins and both read his.
+            first, second = self._nodes.control.run([("SET", key, record, "NX", *self._record_ttl), ("GET", key)])
+            for result in (first, second):
+                if isinstance(result, TierError) and not isinstance(result, BlockCorrupt):
+                    raise result
+            known = self._generations.observe(namespace, second)
+            if known is None and not self._generations.is_pending(namespace):
+                # What lies there is no record of ours.
+                self._run([("DEL", key), ("SET", key, record, "NX", *self._record_ttl)])
+                known = self._generations.observe(namespace, record)
+            if known is None:
+                raise TierUnavailable("the namespace is being flushed", cause="flushing")
+            return known
+
+    def contains(self, keys: Sequence[TierKey]) -> list[bool]:
+        """One round trip; a second one when the namespace turns out to be flushed since the last call."""
+        found = [False] * len(keys)
+        with self._counting(), self._call():
+            left = list(range(len(keys)))
+            for _ in range(2):
+                used = self._known_generations(keys[index].namespace for index in left)
+                named = [(index, used[keys[index].namespace]) for index in left]
+                names = {index: self._keys.block(keys[index], one) for index, one in named if one is not None}
+                if not names:
+                    break
+                present, current = self._exist(names, {keys[index].namespace for index in names})
+                left = [index for index in names if current[keys[index].namespace] != used[keys[index].namespace]]
+                for index in names.keys() - set(left):
+                    found[index] = present[index]
+                if not left:
+                    break
+        return found
+
+    def get_many(self, reads: Sequence[Read]) -> list[Outcome]:
+        """Up to eight values under way per node; each is checked against its checksum before it counts."""
+        started_s = time.monotonic()
+        jobs = [ReadJob(b"", read.key, read.into) for read in reads]
+        try:
+            with self._call():
+                self._get(jobs)
+        except TierUnavailable as error:
+            _settle(jobs, error)
+        outcomes = [job.outcome for job in jobs]
+        nbytes = sum(len(job.into) for job in jobs if job.outcome is None)
+        self._counters.reads(outcomes, nbytes=nbytes, seconds=time.monotonic() - started_s)
+        return outcomes
+
+    def put_many(self, writes: Sequence[Write]) -> list[Outcome]:
+        """One SET each, so a value is there wholly or not at all."""
+        started_s = time.monotonic()
+        jobs = [WriteJob(b"", write.key, write.data, write.itemsize) for write in writes]
+        try:
+            with self._room.guard(), self._call():
+                self._put(jobs, [write.generation for write in writes])
+                if (full := next((job.outcome for job in jobs if isinstance(job.outcome, TierFull)), None)) is not None:
+                    raise full
+        except TierUnavailable as error:
+            _settle(jobs, error)
+        except TierFull as error:
+            # Raised above for the breaker's sake, after the generations were confirmed; or by it, before anything was.
+            for job in jobs:
+                job.outcome = error if job.outcome is UNANSWERED else job.outcome
+        outcomes = [job.outcome for job in jobs]
+        nbytes = sum(len(job.data) for job in jobs if job.outcome is None)
+        self._counters.writes(outcomes, nbytes=nbytes, seconds=time.monotonic() - started_s)
+        return outcomes
+
+    def delete(self, keys: Sequence[TierKey]) -> int:
+        """UNLINK: the server frees the memory in a thread of its own."""
+        with self._counting(), self._call():
+            used = self._known_generations(key.namespace for key in keys)
+            named = [(key, used[key.namespace]) for key in keys]
+            names = [self._keys.block(key, one) for key, one in named if one is not None]
+            num_deleted = sum(count == 1 for count in self._run([("UNLINK", name) for name in names]))
+        self._counters.deletes(num_deleted)
+        return num_deleted
+
+    def flush(self, namespace: NamespaceDigest) -> Generation:
+        """A new generation first, which makes it final; then the old values are deleted, as far as Redis lets us."""
+        with self._counting():
+            generation = self._generations.begin_flush(namespace)
+            if self._on_flush is not None:
+                self._on_flush(namespace, generation)
+            with self._call():  # tells Redis
+                self._sweep(namespace, generation)
+            return generation
+
+    def take_flushed(self) -> list[NamespaceDigest]:
+        """As in the contract."""
+        return self._generations.take_flushed()
+
+    def usage(self) -> TierUsage:
+        """Counts the values under our prefix, whoever wrote them: right after a restart and after expiry, too."""
+        num_blocks = used_nbytes = 0
+        with self._counting(), self._call():
+            for page in self._nodes.control.scan(self._keys.pattern()):
+                lengths = self._nodes.control.run([("STRLEN", key) for key in page])
+                sizes = [int(one) for one in lengths if isinstance(one, int) and one > 0]
+                num_blocks += len(sizes)
+                used_nbytes += sum(sizes)
+            limit = self._nodes.control.max_memory_nbytes()
+        return self._counters.measured(TierUsage(num_blocks=num_blocks, used_nbytes=used_nbytes, budget_nbytes=limit))
+
+    def status(self) -> TierStatus:
+        """Asks nothing: counters, breaker, and what was learnt last."""
+        view = self._breaker.view()
+        return self._counters.status(
+            name=self.name,
+            kind="redis",
+            address=str(self._address),
+            state="down" if self._closed else view.state.value,
+            reason="closed" if self._closed else view.reason,
+            retry_in_s=view.retry_in_s,
+            details=self.details(),
+        )
+
+    def details(self) -> dict[str, str]:
+        """The part of the status that only a Redis has. Asks nothing either."""
+        room, server = self._room.view(), self._nodes.server
+        details = {"codec": self._options.codec, "ttl_s": str(self._options.ttl_s), "prefix": self._options.prefix}
+        if server is not None:
+            details |= {"server": server.name, "version": server.version}
+        if room.state is not BreakerState.CLOSED:
+            details["writes"] = room.reason
+        return details
+
+    def close(self) -> None:
+        """Calls that run end by themselves; their connections are closed then."""
+        self._closed = True
+        self._nodes.close()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around every call that needs Redis: breaker, identity check after a failure, flushes it was not told yet."""
+        if self._closed:
+            raise TierUnavailable(f"the {self.name} tier is closed", cause="closed")
+        with self._breaker.guard():
+            self._nodes.ensure_checked()
+            for namespace, generation in self._generations.pending().items():
+                record = record_of(generation, flushed=True)
+                self._run([("SET", self._keys.generation(namespace), record, *self._record_ttl)])
+                self._generations.end_flush(namespace, generation)
+            try:
+                yield
+            except TierUnavailable:
+                self._nodes.distrust()
+                raise
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        try:
+            yield
+        except TierError as error:
+            self._counters.error(error)
+            raise
+
+    def _run(self, commands: Sequence[tuple[str | bytes | int, ...]]) -> list[object]:
+        """Control commands of which each must succeed."""
+        results = self._nodes.control.run(commands) if commands else []
+        for result in results:
+            if isinstance(result, TierError):
+                raise result
+        return results
+
+    def _read_records(self, namespaces: Iterable[NamespaceDigest]) -> dict[NamespaceDigest, Generation | None]:
+        """What Redis says now; reading keeps the records alive."""
+        spaces = list(namespaces)
+        replies = self._nodes.ask_each(dict(zip(spaces, self._record_commands(spaces), strict=True)))
+        return self._observed(spaces, replies)
+
+    def _exist(
+        self, names: Mapping[int, bytes], namespaces: set[NamespaceDigest]
+    ) -> tuple[dict[int, bool], dict[NamespaceDigest, Generation | None]]:
+        """Which of these values exist, and, read after them in the same round trip, the generations."""
+        commands: dict[int | NamespaceDigest, Keyed] = {
+            index: (name, command(b"EXISTS", name)) for index, name in names.items()
+        }
+        spaces = list(namespaces)
+        commands |= dict(zip(spaces, self._record_commands(spaces), strict=True))
+        replies = self._nodes.ask_each(commands)
+        return {index: replies.get(index) == 1 for index in names}, self._observed(namespaces, replies)
+
+    def _observed(
+        self, namespaces: Iterable[NamespaceDigest], replies: Mapping[Any, Reply]
+    ) -> dict[NamespaceDigest, Generation | None]:
+        if missing := [one for one in namespaces if one not in replies]:
+            # "Not told" must never be taken for "there is none", which would end the generation.
+            raise TierUnavailable(
+                f"the node that holds the generation of {len(missing)} namespaces does not answer", cause="node-down"
+            )
+        return {one: self._generations.observe(one, replies[one]) for one in namespaces}
+
+    def _known_generations(self, namespaces: Iterable[NamespaceDigest]) -> dict[NamespaceDigest, Generation | None]:
+        """The generations to look under: from the last contact, else asked now."""
+        known = {one: self._generations.known(one) for one in set(namespaces)}
+        if unknown := [one for one, generation in known.items() if generation is None]:
+            known |= self._read_records(unknown)
+        return known
+
+    def _get(self, jobs: Sequence[ReadJob]) -> None:
+        used = self._known_generations(job.key.namespace for job in jobs)
+        for job in jobs:
+            if (generation := used[job.key.namespace]) is None:
+                job.outcome = BlockMissing("Redis holds nothing of the namespace")
+            else:
+                job.redis_key = self._keys.block(job.key, generation)
+        asked = [job for job in jobs if job.redis_key]
+        spaces = sorted({job.key.namespace for job in asked})
+        records = self._nodes.fetch(
+            asked,
+            ttl_s=self._options.ttl_s,
+            timeout_s=self._bulk_timeout_s(len(job.into) for job in asked),
+            tail=self._record_commands(spaces),
+        )
+        current = {one: self._generations.observe(one, record) for one, record in zip(spaces, records, strict=True)}
+        bad: list[bytes] = []
+        for job in asked:
+            if isinstance(job.outcome, BlockCorrupt):
+                bad.append(job.redis_key)
+            elif job.outcome is None and current[job.key.namespace] != used[job.key.namespace]:
+                job.outcome = BlockMissing("the namespace was flushed", cause="flushed")
+        self._unlink(bad)
+
+    def _put(self, jobs: Sequence[WriteJob], generations: Sequence[Generation]) -> None:
+        asked: list[tuple[WriteJob, Generation]] = []
+        for job, generation in zip(jobs, generations, strict=True):
+            stale = self._generations.stale(job.key.namespace, generation)
+            if stale is not None:
+                job.outcome = stale
+            elif len(job.data) > _MAX_VALUE_NBYTES:
+                job.outcome = TierFull(f"a block of {len(job.data)} bytes is over Redis's limit", cause="too-large")
+            else:
+                job.redis_key = self._keys.block(job.key, generation)
+                asked.append((job, generation))
+        spaces = sorted({job.key.namespace for job, _ in asked})
+        records = self._nodes.store(
+            [job for job, _ in asked],
+            codec=self._codec,
+            ttl_s=self._options.ttl_s,
+            timeout_s=self._bulk_timeout_s(len(job.data) for job, _ in asked),
+            tail=self._record_commands(spaces),
+        )
+        for namespace, record in zip(spaces, records, strict=True):
+            self._generations.observe(namespace, record)
+        unreadable: list[bytes] = []
+        for job, generation in asked:
+            stale = self._generations.stale(job.key.namespace, generation)
+            if job.outcome is None and stale is not None:
+                job.outcome = stale
+                unreadable.append(job.redis_key)
+        self._unlink(unreadable)
+
+    def _record_commands(self, namespaces: Sequence[NamespaceDigest]) -> list[Keyed]:
+        names = [self._keys.generation(namespace) for namespace in namespaces]
+        return [(name, command(b"GETEX", name, *self._record_ttl)) for name in names]
+
+    def _bulk_timeout_s(self, sizes: Iterable[int]) -> float:
+        return self._options.bulk_timeout_s + max(sizes, default=0) / self._options.bulk_nbytes_per_s
+
+    def _sweep(self, namespace: NamespaceDigest, generation: Generation) -> None:
+        for page in self._nodes.control.scan(self._keys.pattern(namespace)):
+            self._unlink([key for key in page if not self._keys.is_of(key, namespace, generation)])
+
+    def _unlink(self, names: Sequence[bytes]) -> None:
+        """Delete what nobody may read anyway; a failure only leaves it to its time to live."""
+        if not names:
+            return
+        try:
+            for result in self._nodes.control.run([("UNLINK", name) for name in names]):
+                if isinstance(result, TierError):
+                    self._counters.error(result)
+        except TierUnavailable as error:
+            self._counters.error(error)
+
+
+def _settle(jobs: Sequence[ReadJob] | Sequence[WriteJob], error: TierError) -> None:
+    """Give the error to the jobs it kept from an answer.
+
+    Those that seemed well count too: their generation was not confirmed any more.
+    """
+    for job in jobs:
+        if job.outcome is None or job.outcome is UNANSWERED:
+            job.outcome = error

