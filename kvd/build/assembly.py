@@ -1,0 +1,128 @@
+"""The daemon's objects: put together in the order in which they need each other, taken apart in the reverse one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd import __version__
+from kvd.build.sizes import Sizes, decide_sizes, session_capacity
+from kvd.config.schema import Config
+from kvd.memory import ControlPage, SegmentStock, available_memory_nbytes
+from kvd.pool import Pools
+from kvd.protocol.control_page import DaemonState
+from kvd.server.endpoints import SocketAccess
+from kvd.server.server import Server
+from kvd.service import Service, ServiceSettings
+
+COUNTERS_EVERY_S = 1.0
+"""The control page's counters are summed over all namespaces, which may be thousands: not at every heartbeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What the daemon's life is about. Everything is closed by the `ExitStack` given to `assemble`."""
+
+    server: Server
+    service: Service
+    control_page: ControlPage
+    sizes: Sizes
+
+
+def assemble(
+    config: Config,
+    access: SocketAccess,
+    closing: contextlib.ExitStack,
+    *,
+    on_heartbeat: Callable[[], None] = lambda: None,
+) -> Assembly:
+    """Makes the first segment, the control page and the sockets; nobody is served before `Assembly.server` runs.
+
+    Raises `OutOfMemory`, `RuntimeFolderError` and other `KvdError`s; what was made by then is on `closing`.
+    """
+    sizes = decide_sizes(config.memory, available_memory_nbytes())
+    memory_ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    closing.callback(os.close, memory_ready)
+    stock = SegmentStock(
+        segment_nbytes=sizes.segment_nbytes,
+        budget_nbytes=sizes.budget_nbytes,
+        prefault=config.memory.prefault,
+        huge_pages=config.memory.huge_pages,
+        on_ready=lambda: os.eventfd_write(memory_ready, 1),
+    )
+    closing.callback(stock.close)
+    stock.start()
+
+    max_sessions, warnings = _max_sessions(config, sizes)
+    # Random, so that no two daemons on this machine ever share one, restored snapshots and clocks set back included.
+    epoch = secrets.randbits(62) + 1
+    control_page = closing.enter_context(ControlPage(epoch=epoch))
+    service = Service(
+        pools=Pools(
+            budget_nbytes=sizes.budget_nbytes,
+            segment_nbytes=sizes.segment_nbytes,
+            session_quota_nbytes=config.limits.session_nbytes or None,
+            uid_quota_nbytes=config.limits.uid_nbytes or None,
+        ),
+        stock=stock,
+        epoch=epoch,
+        settings=ServiceSettings(
+            isolation=config.access.isolation,
+            default_wait_s=config.waits.default_s,
+            max_wait_s=config.waits.max_s,
+            checksums=config.memory.checksums,
+            warnings=warnings,
+        ),
+        version=__version__,
+        pid=os.getpid(),
+        runtime_dir=config.runtime_dir,
+    )
+    closing.callback(service.close)
+
+    counters = service.control_counters()
+    counted_at_s = time.monotonic()
+
+    def heartbeat() -> None:
+        nonlocal counters, counted_at_s
+        if time.monotonic() - counted_at_s >= COUNTERS_EVERY_S:
+            counters, counted_at_s = service.control_counters(), time.monotonic()
+        control_page.write(DaemonState.SERVING, counters)
+        on_heartbeat()
+
+    server = Server(
+        service,
+        folder=Path(config.runtime_dir),
+        access=access,
+        control_page_fd=control_page.read_only_fd,
+        epoch=epoch,
+        version=__version__,
+        credits=config.limits.credits,
+        max_sessions=max_sessions,
+        on_heartbeat=heartbeat,
+    )
+    closing.callback(server.close)
+
+    def on_memory_ready() -> None:
+        os.eventfd_read(memory_ready)
+        service.on_memory_ready()
+
+    server.watch_descriptor(memory_ready, on_memory_ready)
+    return Assembly(server, service, control_page, sizes)
+
+
+def _max_sessions(config: Config, sizes: Sizes) -> tuple[int, tuple[str, ...]]:
+    """The configured number, or as many as there are descriptors for, with a warning."""
+    max_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    capacity = session_capacity(max_descriptors, sizes)
+    if config.limits.sessions <= capacity:
+        return config.limits.sessions, ()
+    return capacity, (
+        f"{max_descriptors} file descriptors are enough for {capacity} sessions only, limits.sessions is "
+        f"{config.limits.sessions}: raise LimitNOFILE",
+    )

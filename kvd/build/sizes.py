@@ -1,0 +1,52 @@
+"""How much memory, in segments of what size, when the configuration leaves it open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvd.block import PAGE_NBYTES
+from kvd.config.schema import Memory
+from kvd.memory import auto_budget_nbytes, check_budget
+
+MIN_AUTO_SEGMENT_NBYTES = 16 << 20
+MAX_AUTO_SEGMENT_NBYTES = 256 << 20
+SEGMENTS_PER_BUDGET = 64
+"""Fine enough for several pools to share a budget, few enough for each client to hold a descriptor of every one."""
+
+DESCRIPTORS_PER_SESSION = 4
+"""Session socket, pidfd, ZeroMQ connection, and one to spare."""
+DESCRIPTORS_PER_SEGMENT = 2
+DESCRIPTORS_BESIDES = 600
+"""Connections that have not said hello, what `kvd.server.headroom` keeps free, and the daemon's own few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Both whole pages, the budget at least one segment."""
+
+    budget_nbytes: int
+    segment_nbytes: int
+
+
+def decide_sizes(memory: Memory, available_nbytes: int) -> Sizes:
+    """Fills in what is "auto". Raises `OutOfMemory` for a budget larger than the memory available."""
+    if isinstance(memory.budget, int):
+        check_budget(memory.budget, available_nbytes)
+        segment_nbytes = _segment_nbytes(memory, memory.budget)
+        return Sizes(memory.budget, segment_nbytes)
+    segment_nbytes = _segment_nbytes(memory, auto_budget_nbytes(available_nbytes, PAGE_NBYTES))
+    return Sizes(auto_budget_nbytes(available_nbytes, segment_nbytes), segment_nbytes)
+
+
+def session_capacity(max_descriptors: int, sizes: Sizes) -> int:
+    """How many sessions the descriptors are enough for, beside those of every segment; at least one."""
+    num_own = DESCRIPTORS_BESIDES + sizes.budget_nbytes // sizes.segment_nbytes * DESCRIPTORS_PER_SEGMENT
+    return max(1, (max_descriptors - num_own) // DESCRIPTORS_PER_SESSION)
+
+
+def _segment_nbytes(memory: Memory, budget_nbytes: int) -> int:
+    if isinstance(memory.segment, int):
+        return memory.segment
+    power_of_two = 1 << max(0, (budget_nbytes // SEGMENTS_PER_BUDGET).bit_length() - 1)
+    wished = min(max(power_of_two, MIN_AUTO_SEGMENT_NBYTES), MAX_AUTO_SEGMENT_NBYTES)
+    return min(wished, budget_nbytes - budget_nbytes % PAGE_NBYTES)

@@ -1,0 +1,11 @@
+"""The daemon's life: folder and lock, start, ready, loop, signals, clean stop, exit code.
+
+| signal          | what happens                                                                                 |
+|-----------------|----------------------------------------------------------------------------------------------|
+| SIGTERM, SIGINT | clean stop: no new sessions, every client told, sockets and lock removed, exit code 0        |
+| SIGHUP          | the configuration is read again; of it, log.level takes effect, the rest at the next start   |
+"""
+
+from kvd.daemon.serve import serve
+
+__all__ = ["serve"]

@@ -1,0 +1,43 @@
+"""What the process as a whole needs before it serves: file descriptors, log, garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import resource
+import sys
+
+LOG_FORMAT = "%(levelname)s %(message)s"
+_GC_THRESHOLDS = (20_000, 50, 100)
+
+
+def raise_descriptor_limit() -> None:
+    """Takes all the descriptors the hard limit allows: each session needs three, each segment two."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def start_log(level: str) -> None:
+    """One line a record, to stderr; the journal adds time and pid by itself."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine(LOG_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class _OneLine(logging.Formatter):
+    """A client's text can never begin a line of its own."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name logging calls
+        return super().formatMessage(record).replace("\n", "\\n")
+
+
+def calm_garbage_collector() -> None:
+    """Keeps full collections, which stop the loop for as long as they walk over every object, rare and short.
+
+    What exists after the start lives for ever, so it is frozen. Messages hold no cycles (`gc=False` structs) and die by
+    reference count. What grows is one object a sealed block; a full collection over a million of them takes a fifth of
+    a second, hence the high thresholds: it is there to find a leak of cycles, not to find garbage.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)

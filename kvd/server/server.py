@@ -1,0 +1,292 @@
+"""The loop: one turn after another, each bounded, none of them blocking on any client."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from kvd.errors import DaemonRestarted, InvalidRequest, KvdError, Overloaded, VersionMismatch
+from kvd.protocol.requests import Request
+from kvd.protocol.session import Goodbye, Hello, Welcome, encode
+from kvd.protocol.wire import PROTOCOL_MAX, PROTOCOL_MIN
+from kvd.server.channel import Channel
+from kvd.server.connections import cut_connections
+from kvd.server.counters import ServerCounters
+from kvd.server.endpoints import Endpoints, SocketAccess
+from kvd.server.guard import MemoryGuard
+from kvd.server.incoming import Receiver
+from kvd.server.kernel import PeerCredentials, open_pidfd, parse_peer_address
+from kvd.server.lobby import Lobby
+from kvd.server.outgoing import Sender
+from kvd.server.sessions import Session, Sessions
+from kvd.server.watch import Watch
+from kvd.service import Identity, ServerFigures, Service
+
+HEARTBEAT_S = 0.1
+"""At most this often; an idle loop wakes up for it every `IDLE_HEARTBEAT_S` only."""
+IDLE_HEARTBEAT_S = 0.5
+MAX_CLAIM_LENGTH = 128
+"""Characters kept of a label or version that a client claims."""
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """Everything between the two sockets and the service. Make it, run it and close it on one thread.
+
+    Invariant, between turns: the service knows a session exactly as long as `sessions` does, and that is as long as
+    its process lives and its session socket is open.
+
+    Raises `RuntimeFolderError` when the sockets cannot be made. The caller holds the runtime folder's lock.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        folder: Path,
+        access: SocketAccess,
+        control_page_fd: int,
+        epoch: int,
+        version: str,
+        credits: int,
+        max_sessions: int,
+        on_heartbeat: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.service = service
+        self.counters = ServerCounters()
+        self.sessions = Sessions()
+        self._control_page_fd = control_page_fd
+        self._epoch = epoch
+        self._version = version
+        self._credits = credits
+        self._max_sessions = max_sessions
+        self._on_heartbeat = on_heartbeat
+        self._clock = clock
+        self._is_stopping = False
+        self._heartbeat_at_s = clock()
+        self._endpoints = Endpoints(
+            folder,
+            access,
+            credits=credits,
+            admit=self.sessions.admit,
+            welcome=self.sessions.welcome,
+            counters=self.counters,
+        )
+        self._admission = self._endpoints.admission
+        self._arrivals = self._endpoints.arrivals
+        self._router = self._endpoints.router
+        self._watch = Watch()
+        self._sender = Sender(self._router, self.sessions, self._watch, self.counters, credits, clock)
+        self._receiver = Receiver(
+            self._router,
+            self.sessions,
+            self.counters,
+            epoch=epoch,
+            credits=credits,
+            handle=self._handle,
+            answer=self._sender.reply,
+            expel=self.expel,
+        )
+        self._lobby = Lobby(self._endpoints.listener, self._watch, self.counters, self._open_session, clock)
+        self._guard = MemoryGuard(str(self._endpoints.request_path))
+        self._poller = zmq.Poller()
+        for entry in (self._router, self._admission.socket, self._arrivals.socket, self._watch.fileno()):
+            self._poller.register(entry, zmq.POLLIN)
+        service.server_figures = self._figures
+
+    # -- the loop
+
+    def run(self) -> None:
+        """Turns until `stop` is called, which a callback of `watch_descriptor` may do."""
+        while not self._is_stopping:
+            self.turn()
+
+    def stop(self) -> None:
+        """Ends `run` after the current turn."""
+        self._is_stopping = True
+
+    def watch_descriptor(self, descriptor: int, callback: Callable[[], None]) -> None:
+        """Calls `callback` on the loop whenever the descriptor is readable (signals, memory that is ready)."""
+        self._watch.add(descriptor, lambda: self._call(callback))
+
+    def turn(self) -> None:
+        """Waits for something to happen, then serves a bounded share of it."""
+        ready = {entry for entry, _ in self._poller.poll(self._patience_ms())}
+        # The dead first: what they still had queued must find their sessions ended.
+        if self._watch.fileno() in ready:
+            self._watch.dispatch()
+            self._settle()
+        if self._arrivals.socket in ready:
+            self._arrivals.serve()
+        if self._admission.socket in ready:
+            self._admission.serve()
+        if self._router in ready:
+            self._receiver.serve()
+            self._settle()
+        self._keep_house(self._clock())
+
+    def _patience_ms(self) -> int:
+        deadlines = [
+            self._heartbeat_at_s + IDLE_HEARTBEAT_S,
+            self.service.next_deadline_s,
+            self._lobby.next_deadline_s,
+            self._sender.retry_at_s,
+        ]
+        earliest_s = min(deadline for deadline in deadlines if deadline is not None)
+        return max(0, math.ceil((earliest_s - self._clock()) * 1000))
+
+    def _keep_house(self, now_s: float) -> None:
+        self._sender.retry(now_s)
+        self._lobby.expire(now_s)
+        deadline_s = self.service.next_deadline_s
+        if deadline_s is not None and now_s >= deadline_s:
+            self._call(lambda: self.service.tick(now_s))
+        if now_s - self._heartbeat_at_s >= HEARTBEAT_S:
+            self._heartbeat_at_s = now_s
+            self._cut_strays()
+            self._expel_hoarders()
+            self._on_heartbeat()
+
+    def _cut_strays(self) -> None:
+        """Who sends under tokens that are not its own, and has no session, loses its ZeroMQ connection."""
+        if not self._receiver.strays:
+            return
+        peers = [parse_peer_address(address) for address in self._receiver.strays]
+        self._receiver.strays.clear()
+        strangers = {
+            (peer.pid, peer.uid) for peer in peers if peer is not None and not self.sessions.num_of_process(peer)
+        }
+        if strangers:
+            cut_connections(str(self._endpoints.request_path), strangers)
+
+    def _expel_hoarders(self) -> None:
+        """Who fills our memory with a message without end is sent away."""
+        hoarders = self._guard.look(self.sessions.num_messages())
+        for process in hoarders:
+            for session in self.sessions.of_process(process):
+                self.expel(session, InvalidRequest("a message is exactly one frame, and this one has no end"))
+        if hoarders:
+            cut_connections(str(self._endpoints.request_path), hoarders)
+
+    # -- between sockets and service
+
+    def _call(self, step: Callable[[], object]) -> None:
+        step()
+        self._settle()
+
+    def _handle(self, session: Session, request: Request) -> None:
+        self.service.handle(session.id, request)
+        self._sender.deliver(self.service.outbox)
+
+    def _settle(self) -> None:
+        """Sends what the service wants sent, and ends who cannot take it; that in turn may wake others.
+
+        After every single call into the service its outbox is delivered, since a grant's descriptor is valid only until
+        the next; ending sessions is such a call, so it never happens inside a delivery.
+        """
+        self._sender.deliver(self.service.outbox)
+        while self._sender.condemned:
+            self.expel(*self._sender.condemned.pop())
+
+    def _figures(self) -> ServerFigures:
+        return ServerFigures(
+            counters=self.counters.as_dict(), stalled=frozenset(session.id for session in self._sender.stalled)
+        )
+
+    # -- sessions
+
+    def _open_session(self, connection: socket.socket, credentials: PeerCredentials, hello: Hello) -> None:
+        protocol = min(hello.protocol_max, PROTOCOL_MAX)
+        if protocol < max(hello.protocol_min, PROTOCOL_MIN):
+            raise VersionMismatch(
+                f"this daemon ({self._version}) speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}, the client "
+                f"({_printable(hello.client_version)}) {hello.protocol_min} to {hello.protocol_max}"
+            )
+        if len(self.sessions) >= self._max_sessions:
+            raise Overloaded(f"all {self._max_sessions} sessions are taken; raise limits.sessions")
+        if self.sessions.num_of_process(credentials) >= max(4, self._max_sessions // 4):
+            raise Overloaded(f"process {credentials.pid} alone has a quarter of all sessions; close some")
+        session_id = self.service.open_session(
+            Identity(credentials.pid, credentials.uid, credentials.gid),
+            label=_printable(hello.label),
+            client_version=_printable(hello.client_version),
+        )
+        session = Session(
+            session_id,
+            self.sessions.new_token(),
+            credentials,
+            Channel(connection),
+            open_pidfd(connection, credentials),
+        )
+        self.sessions.add(session)
+        self.counters.num_sessions_opened += 1
+        self._watch.add(session.channel.fileno(), lambda: self._on_channel(session))
+        if session.pidfd is not None:
+            self._watch.add(session.pidfd, lambda: self._on_exit(session))
+        welcome = Welcome(protocol, self._version, self._epoch, session.id, session.token, self._credits)
+        session.channel.send(encode(welcome), self._control_page_fd)
+        _log.debug("session %d opened: pid %d, uid %d", session.id, credentials.pid, credentials.uid)
+
+    def _on_channel(self, session: Session) -> None:
+        self._sender.flush(session)
+        received = session.channel.receive()
+        if received == b"":
+            self._end(session)
+        elif received is not None:
+            self.expel(session, InvalidRequest("a client sends its hello and then nothing more on the session socket"))
+
+    def _on_exit(self, session: Session) -> None:
+        if session.channel.receive() != b"":
+            # A forked child still holds the socket. It is not the process that was given the session.
+            self.counters.num_exits_seen_by_pidfd += 1
+        self._end(session)
+
+    def expel(self, session: Session, error: KvdError) -> None:
+        """Ends a session against its will, and says why as far as it still listens."""
+        if self.sessions.get(session.id) is not session:
+            return
+        self.counters.num_sessions_expelled += 1
+        _log.warning("session %d (pid %d) ended: %s", session.id, session.credentials.pid, error)
+        session.channel.send(encode(Goodbye(error.code, str(error))))
+        self._end(session)
+        if not self.sessions.num_of_process(session.credentials):
+            cut_connections(str(self._endpoints.request_path), {session.process})
+
+    def _end(self, session: Session) -> None:
+        """The session is over: its token is dead before its leases go back, so nothing late can revive it."""
+        self.sessions.remove(session)
+        self._sender.forget(session)
+        self._watch.remove(session.channel.fileno())
+        session.channel.close()
+        if session.pidfd is not None:
+            self._watch.remove(session.pidfd)
+            os.close(session.pidfd)
+        self.counters.num_sessions_ended += 1
+        _log.debug("session %d ended", session.id)
+        self.service.end_session(session.id)
+        self._sender.deliver(self.service.outbox)
+
+    def close(self) -> None:
+        """Tells every client, ends every session, removes the sockets. Idempotent."""
+        self._lobby.close()
+        error = DaemonRestarted("the daemon was stopped")
+        for session in self.sessions:
+            session.channel.send(encode(Goodbye(error.code, str(error))))
+        for session in self.sessions:
+            if self.sessions.get(session.id) is session:
+                self._end(session)
+        self._watch.close()
+        self._endpoints.close()
+
+
+def _printable(claim: str) -> str:
+    """A client's text, fit to be shown on a terminal."""
+    return "".join(char for char in claim[:MAX_CLAIM_LENGTH] if char.isprintable())

@@ -1,0 +1,212 @@
+"""Carries requests to their end: who waits for what, who goes next, and when waiting is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from kvd.block import ChainHash, SessionId
+from kvd.errors import KvdError, OutOfBlocks, OutOfMemory, QuotaExceeded, WouldWait
+from kvd.pool import Grow, Pools, WaitFor
+from kvd.protocol.replies import Reply
+from kvd.service.attempts import Attempt, BeginAttempt
+from kvd.service.parking import MEMORY, ParkingLot, Place
+from kvd.service.segments import SegmentTable, Stock, wants_huge_pages
+from kvd.service.sessions import Session
+from kvd.service.settings import ServiceSettings
+
+
+class Progress:
+    """Tries attempts, parks those that must wait, and tries them again when what they wait for has come or time is up.
+
+    No cycle can form: a parked attempt holds nothing, a session with announcements of its own waits for another's only
+    when it says so, and every stay has an end. Loop thread only.
+    """
+
+    def __init__(
+        self,
+        *,
+        pools: Pools,
+        stock: Stock,
+        table: SegmentTable,
+        sessions: Mapping[SessionId, Session],
+        settings: ServiceSettings,
+        clock: Callable[[], float],
+        reply: Callable[[Session, Reply], None],
+        fail: Callable[[Attempt, KvdError], None],
+    ) -> None:
+        self.lot: ParkingLot[Attempt] = ParkingLot()
+        self.blocks_came_back = False
+        """Set by whoever gives blocks or memory back; `settle` then tries those who wait for blocks."""
+        self._pools = pools
+        self._stock = stock
+        self._table = table
+        self._sessions = sessions
+        self._settings = settings
+        self._clock = clock
+        self._reply = reply
+        self._fail = fail
+        self._memory_retry_at_s: float | None = None
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When `tick` has something to do."""
+        parked, retry = self.lot.next_deadline_s, self._memory_retry_at_s
+        if parked is None or retry is None:
+            return retry if parked is None else parked
+        return min(parked, retry)
+
+    def advance(self, attempt: Attempt) -> None:
+        """Tries until the attempt has its reply, its error, or a place to wait at."""
+        try:
+            reply = self._try(attempt)
+        except KvdError as error:
+            if self._waits_for_blocks(attempt, error):
+                return
+            self.lot.leave(attempt)
+            self._fail(attempt, error)
+        else:
+            if reply is not None:
+                self.lot.leave(attempt)
+                self._reply(attempt.session, reply)
+
+    def settle(self) -> None:
+        """After every change: memory that left its pool goes, and those whose turn has come are tried.
+
+        Those who wait for one hash are tried in their order; the first of them may announce it anew, and the others
+        then keep their places behind it.
+        """
+        while True:
+            for dropped in self._pools.take_dropped():
+                self._table.drop(dropped, self._sessions.values())
+            woken = self._pools.take_woken()
+            if not self.lot:
+                self.blocks_came_back = False
+                return
+            for place in woken:
+                for attempt in self.lot.at(place):
+                    self._advance_parked(attempt, place)
+            if not woken and not self.blocks_came_back:
+                return
+            if self.blocks_came_back:
+                self.blocks_came_back = False
+                self._serve_those_short_of_blocks()
+
+    def memory_ready(self) -> None:
+        """The stock has made something, or failed: first come, first served."""
+        if self._stock.failed is not None:
+            self._schedule_memory_retry()
+        self.blocks_came_back = True
+        for attempt in self.lot.at(MEMORY):
+            room = self._pools.num_segments_room
+            if room > 0 and attempt.place == MEMORY:
+                num_wanted = min(attempt.num_segments, room)
+                attempt.num_segments -= self._table.grow(attempt.cache.pool, num_wanted)
+                if attempt.num_segments > 0 and self._stock.failed is None:
+                    break
+            self._advance_parked(attempt, MEMORY)
+
+    def tick(self, now_s: float) -> None:
+        """Ends the stays that are over by `now_s`, and tries for memory again when it is time."""
+        if self._memory_retry_at_s is not None and self._memory_retry_at_s <= now_s:
+            self._memory_retry_at_s = None
+            self._stock.retry()
+            self._pools.memory_retry()
+            self.blocks_came_back = True
+        for attempt in self.lot.expired(now_s):
+            if attempt.place != MEMORY:
+                attempt.stop_waiting_for_others()
+                attempt.waits_for_blocks_until_s = None
+            if attempt.place is not None:
+                self.advance(attempt)
+
+    def _try(self, attempt: Attempt) -> Reply | None:
+        """A reply, or None when it is parked. Raises the error that ends it."""
+        refused = False
+        while True:
+            outcome = attempt.run(self._table)
+            if isinstance(outcome, WaitFor):
+                if self._waits_for_hash(cast("BeginAttempt", attempt), outcome.hash):
+                    return None
+            elif isinstance(outcome, Grow):
+                if self._grows_at_once(attempt, outcome.num_segments):
+                    continue
+                reason = self._memory_refusal(attempt)
+                if reason is None:
+                    self._wait_for_memory(attempt, outcome.num_segments)
+                    return None
+                if refused:
+                    raise OutOfMemory(reason)
+                # Told once, the pool evicts or raises; to be asked again for memory would be the end of it.
+                refused = True
+                self._pools.growth_failed(attempt.cache.pool.pool_id, reason)
+                self._schedule_memory_retry()
+            else:
+                return outcome
+
+    def _waits_for_hash(self, attempt: BeginAttempt, wanted: ChainHash) -> bool:
+        """Parks it for another session's computation; False when its time is over and it no longer waits."""
+        if attempt.request.wait_s is None and self._pools.has_announcements(attempt.session.id):
+            raise WouldWait(
+                "another session computes a block of this prompt, while this session has announced blocks of its own; "
+                "seal or release those first, or pass wait_s if they progress independently"
+            )
+        if self._clock() >= attempt.wait_until_s:
+            attempt.stop_waiting_for_others()
+            return False
+        attempt.waited = True
+        self.lot.park(attempt, (attempt.cache.pool.pool_id, wanted), attempt.wait_until_s)
+        return True
+
+    def _waits_for_blocks(self, attempt: Attempt, error: KvdError) -> bool:
+        """Parks it until blocks come back, if it prefers that to the error. A quota is nobody else's to give back."""
+        until_s = attempt.waits_for_blocks_until_s
+        if not isinstance(error, OutOfBlocks) or isinstance(error, QuotaExceeded):
+            return False
+        if until_s is None or self._clock() >= until_s:
+            return False
+        self.lot.park(attempt, ("blocks", attempt.cache.pool.pool_id), until_s)
+        return True
+
+    def _grows_at_once(self, attempt: Attempt, num_segments: int) -> bool:
+        queue = self.lot.at(MEMORY)
+        # Whoever came first is served first, though a segment were ready just now.
+        if queue and queue[0] is not attempt:
+            return False
+        return self._table.grow(attempt.cache.pool, num_segments) > 0
+
+    def _memory_refusal(self, attempt: Attempt) -> str | None:
+        """Why it is no use to wait for memory, None while it is."""
+        if self._stock.failed is not None:
+            return self._stock.failed
+        if attempt.memory_until_s is not None and self._clock() >= attempt.memory_until_s:
+            return f"no memory for a segment came within {self._settings.growth_wait_s:g} s"
+        return None
+
+    def _wait_for_memory(self, attempt: Attempt, num_segments: int) -> None:
+        if attempt.memory_until_s is None:
+            attempt.memory_until_s = self._clock() + self._settings.growth_wait_s
+        attempt.num_segments = num_segments
+        self.lot.park(attempt, MEMORY, attempt.memory_until_s)
+        wanted = {False: 0, True: 0}
+        for other in self.lot.at(MEMORY):
+            wanted[wants_huge_pages(other.cache.pool)] += other.num_segments
+        for huge_pages, num_wanted in wanted.items():
+            if num_wanted:
+                self._stock.request(num_wanted, huge_pages=huge_pages)
+
+    def _schedule_memory_retry(self) -> None:
+        if self._memory_retry_at_s is None:
+            self._memory_retry_at_s = self._clock() + self._settings.memory_retry_s
+
+    def _serve_those_short_of_blocks(self) -> None:
+        for place in self.lot.pools_short_of_blocks():
+            for attempt in self.lot.at(place):
+                self._advance_parked(attempt, place)
+                if attempt.place == place:
+                    break
+
+    def _advance_parked(self, attempt: Attempt, place: Place) -> None:
+        # An earlier one's turn may have moved or ended this one.
+        if attempt.place == place:
+            self.advance(attempt)

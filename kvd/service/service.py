@@ -1,0 +1,297 @@
+"""One method per request: the order of effects."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from kvd.block import SessionId
+from kvd.errors import DaemonRestarted, InvalidLayout, KvdError, StateError
+from kvd.hashing import Namespace, namespace_digest, unpack_hashes
+from kvd.layout import KVLayout
+from kvd.pool import Pools
+from kvd.protocol import requests
+from kvd.protocol.replies import CacheOpened, Done, Failed, Matched, Reply, Sealed, StatusReply
+from kvd.protocol.wire import pack_block_ids, unpack_block_ids
+from kvd.service import status
+from kvd.service.attempts import Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
+from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
+from kvd.service.identity import Identity, tenant_of
+from kvd.service.outbox import Outgoing, SendReply
+from kvd.service.progress import Progress
+from kvd.service.segments import SegmentTable, Stock
+from kvd.service.sessions import Session
+from kvd.service.settings import ServerFigures, ServiceSettings
+from kvd.status import Snapshot
+
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """All policy of the daemon; `kvd.service` says how to drive it. Loop thread only.
+
+    Invariant: the pools know a session exactly while it is in `_sessions`; whatever arrives for another is dropped and
+    counted, so a late request of the dead creates nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        pools: Pools,
+        stock: Stock,
+        epoch: int,
+        settings: ServiceSettings | None = None,
+        version: str = "",
+        pid: int = 0,
+        runtime_dir: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.epoch = epoch
+        self.outbox: deque[Outgoing] = deque()
+        self.server_figures: Callable[[], ServerFigures] = ServerFigures
+        self.pools = pools
+        self.stock = stock
+        self.settings = settings or ServiceSettings()
+        self.version, self.pid, self.runtime_dir = version, pid, runtime_dir
+        self.clock = clock
+        self.started_s = clock()
+        self.counters: Counter[str] = Counter(requests=0, late_requests=0, failed_requests=0, failed_releases=0)
+        self.sessions: dict[SessionId, Session] = {}
+        self._last_session = 0
+        self._table = SegmentTable(stock, self.outbox)
+        self._progress = Progress(
+            pools=pools,
+            stock=stock,
+            table=self._table,
+            sessions=self.sessions,
+            settings=self.settings,
+            clock=clock,
+            reply=self._send,
+            fail=self._fail_attempt,
+        )
+        self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
+            requests.OpenCache: self._open_cache,
+            requests.Begin: self._begin,
+            requests.Reserve: self._reserve,
+            requests.Seal: self._seal,
+            requests.Retain: self._retain,
+            requests.Release: self._release,
+            requests.Match: self._match,
+            requests.Status: self._status,
+            requests.Check: self._check,
+        }
+
+    # Sessions.
+
+    def open_session(self, identity: Identity, *, label: str = "", client_version: str = "") -> SessionId:
+        """A session begins. `identity` is the kernel's word; `label` and `client_version` are claims, for display."""
+        self._last_session += 1
+        session_id = SessionId(self._last_session)
+        self.pools.open_session(session_id, identity.uid)
+        self.sessions[session_id] = Session(
+            id=session_id,
+            identity=identity,
+            tenant=tenant_of(identity, self.settings.isolation),
+            label=label,
+            client_version=client_version,
+            connected_s=self.clock(),
+        )
+        return session_id
+
+    def end_session(self, session_id: SessionId) -> None:
+        """Everything it held goes back at once, its waits vanish, and those who waited for it go on. Idempotent."""
+        session = self.sessions.pop(session_id, None)
+        if session is None:
+            return
+        # Its waits first: what its end wakes must not find it in the queue.
+        self._progress.lot.forget(session)
+        self.pools.end_session(session_id)
+        self._progress.blocks_came_back = True
+        self._progress.settle()
+
+    # Requests.
+
+    def handle(self, session_id: SessionId, request: requests.Request) -> None:
+        """Carries out one request; what must be sent for it is in the outbox now, or comes later if it has to wait."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            self.counters["late_requests"] += 1
+            return
+        self.counters["requests"] += 1
+        session.num_requests += 1
+        try:
+            if request.epoch != self.epoch:
+                raise DaemonRestarted(f"the request names epoch {request.epoch}, this daemon's is {self.epoch}")
+            reply = self._verbs[type(request)](session, request)
+        except KvdError as error:
+            self._fail(session, request, error)
+        else:
+            if reply is not None:
+                self._send(session, reply)
+        self._progress.settle()
+
+    def on_memory_ready(self) -> None:
+        """The stock has made something, or failed to."""
+        self._progress.memory_ready()
+        self._progress.settle()
+
+    def tick(self, now_s: float) -> float | None:
+        """Ends the waits that are over; the next moment at which this has something to do."""
+        self._progress.tick(now_s)
+        self._progress.settle()
+        return self.next_deadline_s
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When `tick` has something to do; None while nothing waits."""
+        return self._progress.next_deadline_s
+
+    def set_budget(self, budget_nbytes: int) -> None:
+        """From now on at most this much memory; segments leave as soon as nobody holds a block of them."""
+        self.pools.set_budget(budget_nbytes)
+        self.stock.set_budget(budget_nbytes)
+        self._progress.blocks_came_back = True
+        self._progress.settle()
+
+    def snapshot(self) -> Snapshot:
+        """Everything at one moment."""
+        return status.snapshot(self)
+
+    def control_counters(self) -> dict[str, int]:
+        """The figures of the control page, see `kvd.protocol.control_page.COUNTERS`."""
+        return status.control_counters(self)
+
+    def close(self) -> None:
+        """Destroys every segment that belongs to a pool; nothing may be called after."""
+        self._table.close()
+
+    # One method per verb; each returns its reply, or None when that comes later or never.
+
+    def _open_cache(self, session: Session, request: requests.OpenCache) -> Reply:
+        layout = KVLayout(
+            num_layers=request.num_layers,
+            num_kv_heads=request.num_kv_heads,
+            head_dim=request.head_dim,
+            dtype=request.dtype,
+            block_tokens=request.block_tokens,
+        )
+        if layout.block_nbytes != request.block_nbytes:
+            raise InvalidLayout(
+                f"the client counts {request.block_nbytes} bytes a block, the daemon {layout.block_nbytes}: they mean "
+                f"different layouts"
+            )
+        namespace = Namespace(
+            model=request.model,
+            layout=layout,
+            engine=request.engine,
+            positional=request.positional,
+            adapter=request.adapter,
+            salt=request.salt,
+        )
+        digest = namespace_digest(namespace, session.tenant)
+        cache = session.cache_of(digest)
+        if cache is None:
+            session.check_may_open(self.settings.max_caches_per_session)
+            pool = self.pools.pool(session.tenant, layout.block_nbytes)
+            counters = pool.namespace(
+                digest,
+                model=request.model,
+                engine=request.engine,
+                adapter=request.adapter,
+                has_salt=bool(request.salt),
+                block_tokens=layout.block_tokens,
+            )
+            cache = session.add_cache(pool, digest, counters, layout.block_tokens)
+        return CacheOpened(
+            request.request_id,
+            self.epoch,
+            cache.handle,
+            cache.pool.pool_id,
+            digest,
+            cache.pool.blocks_per_segment,
+            self.stock.segment_nbytes,
+        )
+
+    def _begin(self, session: Session, request: requests.Begin) -> None:
+        cache = session.cache(request.cache)
+        hashes = unpack_hashes(request.hashes)
+        check_begin(num_hashes=len(hashes), max_cached=request.max_cached, num_blocks=request.num_blocks)
+        wait_s = self.settings.default_wait_s
+        if request.wait_s is not None:
+            wait_s = min(check_wait_s(request.wait_s), self.settings.max_wait_s)
+        attempt = BeginAttempt(
+            session,
+            cache,
+            request,
+            hashes,
+            wait_until_s=self.clock() + wait_s if wait_s > 0 else None,
+            keeps_waiting_for_blocks=request.wait_s is not None,
+        )
+        self._progress.advance(attempt)
+
+    def _reserve(self, session: Session, request: requests.Reserve) -> None:
+        check_num_blocks(request.num_blocks)
+        self._progress.advance(ReserveAttempt(session, session.cache(request.cache), request))
+
+    def _retain(self, session: Session, request: requests.Retain) -> None:
+        check_num_blocks(request.num_blocks, at_least=0)
+        blocks = unpack_block_ids(request.blocks)
+        self._progress.advance(RetainAttempt(session, session.cache(request.cache), request, blocks))
+
+    def _seal(self, session: Session, request: requests.Seal) -> Reply:
+        cache = session.cache(request.cache)
+        blocks = unpack_block_ids(request.blocks)
+        checksums = unpack_checksums(request.checksums, len(blocks))
+        sealed = cache.pool.seal(
+            session.id,
+            cache.namespace,
+            blocks,
+            unpack_hashes(request.hashes),
+            checksums if self.settings.checksums else None,
+        )
+        if sealed:
+            self._table.grant(session, cache.pool, readable=sealed)
+        return Sealed(request.request_id, self.epoch, pack_block_ids(sealed))
+
+    def _release(self, session: Session, request: requests.Release) -> Reply | None:
+        cache = session.cache(request.cache)
+        cache.pool.release(
+            session.id,
+            blocks=unpack_block_ids(request.blocks),
+            reserved=unpack_block_ids(request.reserved),
+            hashes=unpack_hashes(request.hashes),
+        )
+        self._progress.blocks_came_back = True
+        return Done(request.request_id, self.epoch) if request.ack else None
+
+    def _match(self, session: Session, request: requests.Match) -> Reply:
+        cache = session.cache(request.cache)
+        return Matched(request.request_id, self.epoch, cache.pool.match(unpack_hashes(request.hashes)))
+
+    def _status(self, _session: Session, request: requests.Status) -> Reply:
+        return StatusReply(request.request_id, self.epoch, self.snapshot())
+
+    def _check(self, _session: Session, request: requests.Check) -> Reply:
+        self.pools.check_integrity()
+        return Done(request.request_id, self.epoch)
+
+    # Replies and errors.
+
+    def _send(self, session: Session, reply: Reply) -> None:
+        self.outbox.append(SendReply(session.id, reply))
+
+    def _fail_attempt(self, attempt: Attempt, error: KvdError) -> None:
+        self._fail(attempt.session, attempt.request, error)
+
+    def _fail(self, session: Session, request: requests.Request, error: KvdError) -> None:
+        """The one place where an error becomes what its session is told."""
+        self.counters["failed_requests"] += 1
+        if isinstance(error, StateError):
+            _log.error("a defect in kvd: %s", error, exc_info=error)
+        if isinstance(request, requests.Release) and not request.ack:
+            self.counters["failed_releases"] += 1
+            return
+        self._send(session, Failed(request.request_id, self.epoch, error.code, str(error)))

@@ -1,0 +1,68 @@
+"""The figures that policy depends on, and what the server tells about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvd.block import SessionId
+from kvd.service.identity import Isolation
+
+SpillPolicy = Literal["on_evict", "write_through", "on_second_hit"]
+AfterPromote = Literal["retain", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """How blocks move between the pools and the tiers below. Watermarks are fractions of a pool's capacity."""
+
+    spill: SpillPolicy = "on_evict"
+    """on_evict copies the coldest blocks down before they must go; write_through every block as soon as it is sealed;
+    on_second_hit what two begins have found resident."""
+    after_promote: AfterPromote = "retain"
+    """Whether the lower copy stays when a block came up."""
+    low_watermark: float = 0.10
+    """Spilling starts when less than this can be allocated without losing a block."""
+    high_watermark: float = 0.20
+    """And stops when this much can."""
+    drain_s: float = 10.0
+    """How long a clean stop may copy down what has no copy yet."""
+    answer_s: float = 0.08
+    """How long a begin waits for a tier that shows no progress, unless the caller names a bound of its own."""
+    retry_s: float = 0.5
+    """How long spilling rests after a tier did not take a block."""
+    poll_s: float = 5.0
+    """How often the tiers are asked whether somebody else flushed a namespace, and what they hold."""
+    max_spilling_nbytes: int = 64 << 20
+    """Bytes on their way down at the same time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSettings:
+    """Set once, from the configuration. Durations in seconds."""
+
+    isolation: Isolation = "group"
+    default_wait_s: float = 10.0
+    """How long a begin waits for another session's computation when the client names no bound."""
+    max_wait_s: float = 300.0
+    """Longer waits that a client asks for are cut to this."""
+    growth_wait_s: float = 10.0
+    """How long a request waits for memory that is being made before the pool has to evict instead."""
+    memory_retry_s: float = 5.0
+    """How long after memory could not be had it is tried again."""
+    max_caches_per_session: int = 256
+    checksums: bool = True
+    """Whether checksums given at a seal are kept and handed back."""
+    tiers: TierSettings = field(default_factory=TierSettings)
+    """Matters only where there is a tier below."""
+    warnings: tuple[str, ...] = ()
+    """What the start had to settle for (a budget cut to the memory there is, …); shown by every status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFigures:
+    """What only the server knows of itself, for status."""
+
+    counters: Mapping[str, int] = field(default_factory=dict)
+    stalled: frozenset[SessionId] = frozenset()
