@@ -1,0 +1,44 @@
+"""All rows, in the order they are shown, and how a choice of them is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from kvd.bench import begin, chain_hash, mapping, model, pool_scale, publish, start
+from kvd.bench.row import CannotMeasure, Group, Row, Run
+from kvd.config.keys import nearest
+from kvd.errors import InvalidRequest, KvdError
+
+GROUPS: tuple[Group, ...] = (
+    begin.GROUP,
+    chain_hash.GROUP,
+    mapping.MAP_GROUP,
+    mapping.VIEW_GROUP,
+    publish.GROUP,
+    model.GROUP,
+    pool_scale.GROUP,
+    start.START_GROUP,
+    start.RSS_GROUP,
+)
+
+NAMES: tuple[str, ...] = tuple(target.name for group in GROUPS for target in group.targets)
+
+
+def chosen(names: Sequence[str]) -> list[Group]:
+    """The groups that measure these rows; all without names. Raises `InvalidRequest` naming the nearest."""
+    for name in names:
+        if name not in NAMES:
+            alike = nearest(name, NAMES)
+            raise InvalidRequest(f"no row {name}" + (f"; did you mean {alike}?" if alike else f"; {', '.join(NAMES)}"))
+    return [group for group in GROUPS if not names or any(target.name in names for target in group.targets)]
+
+
+def measure(groups: Sequence[Group], run: Run, done: Callable[[Group], None]) -> Iterator[Row]:
+    """The rows of each group as they come; what cannot be measured here becomes rows that say why."""
+    for group in groups:
+        try:
+            rows = group.measure(run)
+        except (CannotMeasure, KvdError) as error:
+            rows = [target.missing(str(error)) for target in group.targets]
+        done(group)
+        yield from rows

@@ -1,0 +1,5 @@
+"""`python -m kvd.cli` is `kvd`."""
+
+from kvd.cli import main
+
+main()

@@ -1,0 +1,75 @@
+"""The command group: which commands there are, and the one place where errors become a line and an exit code.
+
+Commands are imported when they are used, so that `kvd --help` stays quick and a daemon never loads what only another
+command needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import click
+
+from kvd import __version__
+from kvd.cli.text import one_line
+from kvd.errors import KvdError
+
+
+class Entry(NamedTuple):
+    """Where a command is defined, and its line in the help (a test compares it with the command's own)."""
+
+    module: str
+    attribute: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Entry("kvd.cli.serve", "serve", "Run the daemon in the foreground."),
+    "status": Entry("kvd.cli.status", "status", "Show memory, pools, models and clients of the running daemon."),
+    "demo": Entry("kvd.cli.demo", "demo", "Watch processes share a real model's KV cache."),
+    "bench": Entry("kvd.cli.bench", "bench", "Measure kvd, each number beside its limit in the same run."),
+    "config": Entry("kvd.cli.config", "config", "Print or check the configuration."),
+    "completion": Entry("kvd.cli.completion", "completion", "Print a script for the shell's completion."),
+}
+"""In the order of the help."""
+
+
+class App(click.Group):
+    """A group whose commands are imported on first use, and whose `KvdError`s end as one line and their exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the command; None for an unknown name, which click then reports."""
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = getattr(importlib.import_module(entry.module), entry.attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in the help, without importing a command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        try:
+            return super().invoke(ctx)
+        except KvdError as error:
+            click.echo(f"kvd: {one_line(str(error)) or type(error).__name__}", err=True)
+            raise click.exceptions.Exit(error.exit_code) from error
+
+
+@click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="kvd")
+def app() -> None:
+    """A daemon that owns KV-cache memory and shares it between inference processes.
+
+    Exit codes: 0 done, 2 a request or command line that can never be right, 3 no daemon there, 4 no right to connect,
+    5 not enough memory, 6 the daemon did not answer in time, 7 a wrong configuration, 8 an unusable runtime folder,
+    9 another daemon runs there, 10 a model that cannot be served, 1 anything else.
+    """

@@ -1,0 +1,49 @@
+"""`kvd config show` and `kvd config check`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from kvd.cli.options import config_options, loaded
+from kvd.cli.render_config import as_toml
+from kvd.config.keys import KEYS
+from kvd.config.load import Loaded, as_flat
+
+
+@click.group()
+def config() -> None:
+    """Print or check the configuration.
+
+    It is merged: TOML file < KVD_* environment < flags.
+    """
+
+
+def _warn_of_ignored(result: Loaded) -> None:
+    for variable in result.ignored_environment:
+        click.echo(f"kvd: {variable} in the environment is no configuration key and was ignored", err=True)
+
+
+@config.command()
+@config_options
+@click.option("--json", "as_json", is_flag=True, help='An object: key -> {"value", "origin"}; sizes in bytes.')
+def show(config_path: str | None, as_json: bool, **options: object) -> None:
+    """Print every value and where it came from, as a TOML file that gives the same configuration."""
+    result, _path = loaded(config_path, options)
+    _warn_of_ignored(result)
+    if as_json:
+        flat = as_flat(result.config)
+        click.echo(json.dumps({name: {"value": flat[name], "origin": result.origin[name]} for name in KEYS}, indent=2))
+    else:
+        click.echo(as_toml(result), nl=False)
+
+
+@config.command()
+@config_options
+def check(config_path: str | None, **options: object) -> None:
+    """Say whether the configuration is right; a wrong one exits with 7 and one line that says what to change."""
+    result, path = loaded(config_path, options)
+    _warn_of_ignored(result)
+    given = sum(origin != "default" for origin in result.origin.values())
+    click.echo(f"{path or 'no configuration file'}: right, {given} of {len(KEYS)} keys set")

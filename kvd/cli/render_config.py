@@ -1,0 +1,30 @@
+"""A loaded configuration as text. Pure."""
+
+from __future__ import annotations
+
+import json
+
+from kvd.config.keys import KEYS, Key
+from kvd.config.load import Loaded, as_flat
+
+
+def _toml_value(key: Key, value: object) -> str:
+    if isinstance(value, bool) or (isinstance(value, int | float) and not key.is_size) or value == 0:
+        return key.format(value)
+    # A JSON string is a TOML basic string once DEL is escaped too, which JSON leaves as it is.
+    return json.dumps(key.format(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def as_toml(loaded: Loaded) -> str:
+    """Every key with its value, its origin as a comment; a file of this text gives the same configuration."""
+    flat = as_flat(loaded.config)
+    pairs = {name: f"{key.field} = {_toml_value(key, flat[name])}" for name, key in KEYS.items()}
+    width = max(len(pair) for pair in pairs.values() if len(pair) <= 40)
+    lines: list[str] = []
+    section = ""
+    for name, key in KEYS.items():
+        if key.section != section:
+            section = key.section
+            lines += ["", f"[{section}]"]
+        lines.append(f"{pairs[name]:<{width}}  # {loaded.origin[name]}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,128 @@
+"""A status snapshot as text for people. Pure functions: no clock, no processes, no terminal.
+
+Fits 80 columns: what is long (a model's name, a command) stands last and is cut, numbers never are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvd.cli.processes import UNKNOWN, Process
+from kvd.cli.text import count, duration, percent, printable, size
+from kvd.status import ClientStatus, MemoryStatus, NamespaceStatus, PoolStatus, Snapshot
+
+BAR_WIDTH = 24
+
+
+def render_status(snapshot: Snapshot, processes: Mapping[int, Process], own_pid: int | None = None) -> RenderableType:
+    """The whole page. `processes` is by pid; the session of `own_pid`, which only asks for this page, is left out."""
+    clients = [client for client in snapshot.clients if client.pid != own_pid]
+    parts: list[RenderableType] = [_head(snapshot), _memory(snapshot.memory)]
+    if snapshot.pools:
+        parts += [Text(), _pools(snapshot.pools)]
+    if snapshot.namespaces:
+        parts += [Text(), _namespaces(snapshot.namespaces)]
+    parts += [Text(), _clients(clients, processes) if clients else Text("no clients", style="dim")]
+    if snapshot.warnings:
+        parts += [Text(), *(Text(f"! {printable(warning)}", style="yellow") for warning in snapshot.warnings)]
+    return Group(*parts)
+
+
+def _head(snapshot: Snapshot) -> RenderableType:
+    return Text.assemble(
+        (f"kvd {printable(snapshot.version)}", "bold green"),
+        f"  pid {snapshot.pid}  up {duration(snapshot.uptime_s)}  {printable(snapshot.runtime_dir)}",
+    )
+
+
+def _memory(memory: MemoryStatus) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(
+        Text(f"memory {printable(memory.device)}"),
+        ProgressBar(total=max(1, memory.budget_nbytes), completed=memory.used_nbytes, width=BAR_WIDTH),
+        Text(f"{size(memory.used_nbytes)} of {size(memory.budget_nbytes)} in pools"),
+    )
+    grid.add_row("", "", Text(f"{size(memory.ready_nbytes)} ready, {size(memory.available_nbytes)} more available"))
+    return grid
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    """A table without lines; a column is its heading and how it stands: "l", "r", or "rest" for the last one.
+
+    That one gets what the others leave of the width, and its text is cut to it.
+    """
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", expand=True)
+    for heading, kind in columns:
+        if kind == "rest":
+            table.add_column(heading, overflow="ellipsis", no_wrap=True, ratio=1)
+        else:
+            table.add_column(heading, justify="right" if kind == "r" else "left", no_wrap=True)
+    return table
+
+
+def _pools(pools: list[PoolStatus]) -> RenderableType:
+    table = _table(
+        ("pool", "r"), ("block", "r"), ("segments", "r"), ("in use", "r"), ("cached", "r"), ("free", "r"),
+        ("evicted", "r"), ("tenant", "rest"),
+    )  # fmt: skip
+    for pool in pools:
+        in_use = pool.num_referenced + pool.num_reserved + pool.num_filling
+        retiring = f" (-{pool.num_segments_retiring})" if pool.num_segments_retiring else ""
+        table.add_row(
+            str(pool.pool),
+            size(pool.block_nbytes),
+            f"{count(pool.num_segments)}{retiring}",
+            count(in_use),
+            count(pool.num_sealed - pool.num_referenced),
+            count(pool.num_free),
+            count(pool.counters.get("evictions", 0)),
+            Text(printable(pool.tenant)),
+        )
+    return table
+
+
+def _namespaces(namespaces: list[NamespaceStatus]) -> RenderableType:
+    table = _table(
+        ("pool", "r"), ("cached tokens", "r"), ("reused", "r"), ("hits", "r"), ("engine", "l"), ("model", "rest")
+    )
+    for namespace in namespaces:
+        counters = namespace.counters
+        hits, misses = counters.get("hits", 0), counters.get("misses", 0)
+        name = printable(namespace.model)
+        name += f" + {printable(namespace.adapter)}" if namespace.adapter else ""
+        name += " (salted)" if namespace.has_salt else ""
+        table.add_row(
+            str(namespace.pool),
+            count(namespace.num_sealed * namespace.block_tokens),
+            count(hits * namespace.block_tokens),
+            percent(hits, hits + misses),
+            Text(printable(namespace.engine)),
+            Text(name),
+        )
+    return table
+
+
+def _clients(clients: list[ClientStatus], processes: Mapping[int, Process]) -> RenderableType:
+    table = _table(
+        ("pid", "r"), ("memory", "r"), ("holds", "r"), ("waits", "r"), ("saved", "r"), ("connected", "r"),
+        ("client", "rest"),
+    )  # fmt: skip
+    for client in clients:
+        process = processes.get(client.pid, UNKNOWN)
+        private = process.private_nbytes
+        name = printable(": ".join(filter(None, (client.label, process.command)))) or f"uid {client.uid}"
+        table.add_row(
+            str(client.pid),
+            "-" if private is None else size(private),
+            size(client.held_nbytes),
+            count(client.num_waiting) if client.num_waiting else "-",
+            count(client.tokens_saved),
+            duration(client.connected_s),
+            Text(("stalled: " if client.stalled else "") + name),
+        )
+    return table

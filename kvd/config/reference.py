@@ -1,0 +1,35 @@
+"""CONFIG.md, made from the schema: `python -m kvd.config.reference > CONFIG.md`."""
+
+from __future__ import annotations
+
+from kvd.config.keys import KEYS, SECTIONS
+from kvd.config.schema import Config
+
+_HEAD = """\
+# Configuration
+
+One TOML file < `KVD_*` environment < flags. The file is the one `--config` names, else `$KVD_CONFIG`, else
+`~/.config/kvd/kvd.toml`, else `/etc/kvd/kvd.toml`; without one, the defaults hold. `kvd config show` prints every value
+and where it came from, `kvd config check` only says whether it is right. Sizes are written `4GiB`, `512MiB`, `65536`
+(KB, MB, GB count in 1000). An unknown key is an error that names the nearest one; so is a variable that is nearly one
+of these.
+"""
+
+
+def markdown() -> str:
+    """The page, ending in a newline."""
+    parts = [_HEAD]
+    for section in ("", *SECTIONS):
+        if section:
+            parts.append(f"\n## [{section}]\n{type(getattr(Config(), section)).__doc__}\n")
+        parts.append("\n| key | environment | flag | value | default |\n|---|---|---|---|---|\n")
+        keys = [key for key in KEYS.values() if key.section == section]
+        for key in keys:
+            default = f"`{key.format(key.default)}`" if key.default != "" else "-"
+            parts.append(f"| `{key.field}` | `{key.env}` | `{key.flag}` | {key.kind} | {default} |\n")
+        parts.append("\n" + "".join(f"- `{key.field}`: {key.description}\n" for key in keys))
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,99 @@
+"""The status page as text: golden, at 80 columns, and safe with whatever a client calls itself."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from msgspec.structs import replace as with_fields
+from rich.console import Console
+
+from kvd.cli.processes import Process
+from kvd.cli.render_status import render_status
+from kvd.status import Snapshot
+from tests.cli.snapshots import CLIENT, EMPTY, FULL, NAMESPACE, POOL
+
+PROCESSES = {12345: Process("python generate.py --model smollm2 --prompts many.txt", 300 << 20)}
+
+GOLDEN = """\
+kvd 0.1.0  pid 77  up 1 d 01 h  /run/user/1000/kvd
+memory host  -------------             2.2 GiB of 4 GiB in pools
+                                       512 MiB ready, 12 GiB more available
+
+pool    block  segments  in use  cached   free  evicted  tenant
+   0  360 KiB    9 (-1)     272   4,744  1,200   12,345  group:kvd
+
+pool  cached tokens  reused  hits  engine          model
+   0         80,000  14,400  90 %  transformers/1  smollm2-135m-instruct@sha256?
+
+  pid   memory    holds  waits    saved   connected  client
+12345  300 MiB  100 MiB      1  204,800  1 h 01 min  reader: python generate.py?
+
+! the budget was cut to 4 GiB: less memory is available than configured
+"""
+
+GOLDEN_EMPTY = """\
+kvd 0.1.0  pid 77  up 0 s  /run/kvd
+memory host  -------------             2.2 GiB of 4 GiB in pools
+                                       512 MiB ready, 12 GiB more available
+
+no clients
+"""
+
+
+def text(snapshot: Snapshot, *, width: int = 80, encoding: str = "ascii", own_pid: int | None = None) -> str:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors="replace", write_through=True)
+    console = Console(file=stream, width=width, highlight=False, markup=False, no_color=True)
+    console.print(render_status(snapshot, PROCESSES, own_pid))
+    return "".join(line.rstrip() + "\n" for line in raw.getvalue().decode(encoding).splitlines())
+
+
+def test_the_page():
+    assert text(FULL) == GOLDEN
+
+
+def test_the_page_of_a_daemon_nobody_uses():
+    assert text(EMPTY) == GOLDEN_EMPTY
+
+
+def test_the_session_that_asks_is_left_out():
+    assert "no clients" in text(FULL, own_pid=CLIENT.pid)
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8", "latin-1"])
+def test_no_number_is_ever_cut(width, encoding):
+    big = 10**12
+    snapshot = with_fields(
+        FULL,
+        pools=[with_fields(POOL, num_free=10**9, num_sealed=10**9, counters={"evictions": 10**6})],
+        namespaces=[with_fields(NAMESPACE, num_sealed=big // 16)],
+        clients=[with_fields(CLIENT, tokens_saved=big, pid=4_194_304)],
+    )
+    page = text(snapshot, width=width, encoding=encoding)
+    assert max(map(len, page.splitlines())) <= width
+    for number in ("1,000,000,000", "1,000,000,000,000", "4194304"):
+        assert number in page
+
+
+def test_foreign_text_neither_steers_the_terminal_nor_the_markup():
+    client = with_fields(CLIENT, label="\x1b[31mred\x07[bold]\n\u202e", stalled=True)
+    page = text(with_fields(FULL, clients=[client]), width=160, encoding="utf-8")
+    assert "\x1b" not in page
+    assert "\x07" not in page
+    assert "\u202e" not in page
+    assert "stalled: ?[31mred?[bold]??" in page
+
+
+def test_a_process_that_cannot_be_seen_leaves_a_dash():
+    client = with_fields(CLIENT, pid=1, label="")
+    row = text(with_fields(FULL, clients=[client])).splitlines()[-3]
+    assert row.split()[:2] == ["1", "-"]
+    assert row.endswith("uid 1000")
+
+
+def test_colour_only_where_wanted():
+    raw = io.StringIO()
+    Console(file=raw, force_terminal=True, width=80, color_system="standard").print(render_status(FULL, PROCESSES))
+    assert "\x1b[" in raw.getvalue()

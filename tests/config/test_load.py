@@ -1,0 +1,133 @@
+"""Merging, origins, and every kind of wrong configuration: one line that says where and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvd.config.keys import KEYS
+from kvd.config.load import as_flat, load
+from kvd.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def toml(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "kvd.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_without_anything_the_defaults_hold():
+    loaded = load(None, {}, {})
+    assert set(loaded.origin.values()) == {"default"}
+    assert loaded.config.memory.budget == "auto"
+    assert loaded.config.runtime_dir == "/run/kvd"
+
+
+def test_flags_beat_the_environment_which_beats_the_file(toml):
+    path = toml('[memory]\nbudget = "4GiB"\nchecksums = true\n[limits]\ncredits = 7\n')
+    environ = {"KVD_MEMORY_BUDGET": "2 GiB", "KVD_LIMITS_CREDITS": "8"}
+    loaded = load(path, environ, {"memory.budget": "1GiB", "memory.segment": None})
+    assert loaded.config.memory.budget == 1 * GIB
+    assert loaded.config.limits.credits == 8
+    assert loaded.config.memory.checksums is True
+    assert loaded.origin["memory.budget"] == "flag --memory-budget"
+    assert loaded.origin["limits.credits"] == "environment KVD_LIMITS_CREDITS"
+    assert loaded.origin["memory.checksums"] == f"file {path}"
+    assert loaded.origin["memory.segment"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("on", True), ("1", True), ("No", False), ("0", False), ("off", False)]
+)
+def test_booleans_of_the_environment(text, value):
+    assert load(None, {"KVD_MEMORY_CHECKSUMS": text}).config.memory.checksums is value
+
+
+def test_an_empty_variable_is_one_not_set():
+    assert load(None, {"KVD_MEMORY_BUDGET": ""}).origin["memory.budget"] == "default"
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)
+def test_every_key_can_be_set_from_the_environment(key):
+    by_kind = {"text": "some", "true or false": "true"}
+    text = key.choices[0] if key.choices else "8192" if key.is_size else by_kind.get(key.kind, "9")
+    assert load(None, {key.env: text}).origin[key.name] == f"environment {key.env}"
+
+
+def test_a_bound_set_alone_cuts_the_default():
+    loaded = load(None, {}, {"waits.max_s": 5})
+    assert loaded.config.waits.default_s == 5
+    assert loaded.origin["waits.default_s"] == "default, cut to waits.max_s"
+
+
+def test_foreign_variables_are_named_but_harmless():
+    assert load(None, {"KVD_SERVICE_HOST": "10.0.0.1", "KVD_CONFIG": "x"}).ignored_environment == ("KVD_SERVICE_HOST",)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[memory]\nbugdet = 1", ["memory.bugdet", "did you mean memory.budget?"]),
+        ("[memroy]\nbudget = 1", ["memroy", "did you mean memory?"]),
+        ('budget = "1GiB"', ["budget", "did you mean memory.budget?"]),
+        ("zzz = 1", ["zzz", "kvd config show"]),
+        ("memory = 1", ["memory", "[memory]"]),
+        ("[[memory]]\nbudget = 1", ["memory", "table"]),
+        ("[memory]\nbudget = 0", ["memory.budget", "a size from 4KiB", "not 0"]),
+        ("[memory]\nbudget = -1", ["memory.budget", "not -1"]),
+        ("[memory]\nbudget = 1e9", ["memory.budget"]),
+        ("[memory]\nbudget = true", ["memory.budget", "not True"]),
+        ('[memory]\nbudget = "lots"', ["memory.budget", "not 'lots'"]),
+        ('[memory]\nbudget = "9999TiB"', ["memory.budget", "1024TiB"]),
+        ("[memory]\nbudget = [1]", ["memory.budget"]),
+        ('[memory]\nsegment = "5001B"', ["memory.segment", "multiple of 4KiB"]),
+        ("[memory]\nchecksums = 1", ["memory.checksums", "true or false"]),
+        ('[memory]\nprefault = "eager"', ["memory.prefault", "background, lazy"]),
+        ("[waits]\ndefault_s = nan", ["waits.default_s"]),
+        ("[waits]\nmax_s = inf", ["waits.max_s"]),
+        ('[limits]\ncredits = "4"', ["limits.credits", "not '4'"]),
+        ("[limits]\ncredits = 0", ["limits.credits", "from 1 to"]),
+        ("[access]\ngroup = 3", ["access.group", "text"]),
+        ('[memory]\nbudget = "4MiB"\nsegment = "8MiB"', ["memory.segment (8MiB", "memory.budget (4MiB"]),
+        ("[waits]\ndefault_s = 500", ["waits.default_s (500", "waits.max_s (300"]),
+        ('[limits]\nsession_nbytes = "2GiB"\nuid_nbytes = "1GiB"', ["limits.session_nbytes", "limits.uid_nbytes"]),
+        ("not toml at all", ["is not TOML"]),
+        ("runtime_dir = 3", ["runtime_dir", "text"]),
+        ('runtime_dir = "/tmp/a\\u0000b"', ["NUL"]),
+        ('runtime_dir = "/' + "x" * 200 + '"', ["runtime_dir", "shorter"]),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_the_key(toml, text, words):
+    with pytest.raises(ConfigError) as caught:
+        load(toml(text), {})
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize("variable", ["KVD_MEMORY_BUDGT", "KVD_MEMRY_BUDGET", "KVD_RUNTIMEDIR"])
+def test_a_misspelt_variable_is_an_error_that_names_the_nearest(variable):
+    with pytest.raises(ConfigError, match="did you mean KVD_"):
+        load(None, {variable: "1"})
+
+
+def test_a_wrong_flag_names_the_flag():
+    with pytest.raises(ConfigError, match="flag --limits-credits"):
+        load(None, {}, {"limits.credits": "many"})
+
+
+def test_a_missing_file_says_so(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        load(tmp_path / "absent.toml", {})
+
+
+def test_flat_values_follow_the_schema():
+    assert list(as_flat(load(None, {}).config)) == list(KEYS)
