@@ -1,0 +1,292 @@
+"""The asyncio twin: the same verbs over the same core, awaited.
+
+    async with kvd_client.aio.connect() as client:
+        cache = await client.cache(model="...", layout=layout)
+        async with await cache.sequence(token_ids) as seq:
+            keys, values = seq.layer(0)
+            await seq.append(0, new_keys, new_values)
+            await seq.commit()
+
+A cancelled call leaves nothing behind: what the daemon still answers is given back. Mapping and copying happen on the
+event loop's thread (about 2 ms for 2048 tokens of a 135M model).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from collections.abc import Awaitable, Callable, Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from kvd.hashing import Namespace
+from kvd.layout import KVLayout
+from kvd.status import Snapshot
+from kvd_client import verbs
+from kvd_client.aio_runner import AsyncRunner
+from kvd_client.options import DEFAULT_OPTIONS, Options
+from kvd_client.sequence_core import SequenceCore
+from kvd_client.sequence_state import SequenceOptions
+from kvd_client.sequence_view import SequenceView
+from kvd_client.verb import Tokens, Verb
+
+if TYPE_CHECKING:
+    import torch
+
+
+T = TypeVar("T")
+
+
+class connect:  # noqa: N801 - used as a function: `await connect()` or `async with connect()`
+    """A session with the daemon: `client = await connect()`, or `async with connect() as client`.
+
+    Arguments and errors are those of `kvd_client.connect`.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: str | os.PathLike[str] | None = None,
+        *,
+        label: str = "",
+        timeout_s: float = DEFAULT_OPTIONS.timeout_s,
+        reserve_ahead_tokens: int = DEFAULT_OPTIONS.reserve_ahead_tokens,
+    ) -> None:
+        self._options = Options(
+            runtime_dir=runtime_dir, label=label, timeout_s=timeout_s, reserve_ahead_tokens=reserve_ahead_tokens
+        )
+        self._client: Client | None = None
+
+    async def _connect(self) -> Client:
+        runner = AsyncRunner(self._options)
+        await runner.connect()
+        self._client = Client(runner)
+        return self._client
+
+    def __await__(self) -> Generator[Any, None, Client]:
+        return self._connect().__await__()
+
+    async def __aenter__(self) -> Client:
+        return await self._connect()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+
+class Client:
+    """One session with the daemon, of one event loop; see `kvd_client.Client`."""
+
+    def __init__(self, runner: AsyncRunner) -> None:
+        self._runner = runner
+
+    @property
+    def session_id(self) -> int:
+        """The session's number in `kvd status`."""
+        return self._runner.link.session_id
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's epoch."""
+        return self._runner.link.epoch
+
+    async def cache(
+        self,
+        *,
+        model: str,
+        layout: KVLayout,
+        engine: str = "raw/1",
+        positional: str = "",
+        adapter: str = "",
+        salt: str = "",
+        checksums: bool = False,
+    ) -> Cache:
+        """See `kvd_client.Client.cache`."""
+        namespace = Namespace(
+            model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt
+        )
+        await self._runner.run(lambda link: verbs.open_cache(link, namespace))
+        return Cache(self._runner, namespace, checksums=checksums)
+
+    async def status(self) -> Snapshot:
+        """What `kvd status` shows."""
+        return await self._runner.run(verbs.status)
+
+    async def check(self) -> None:
+        """Has the daemon verify every invariant of its pools."""
+        await self._runner.run(verbs.check)
+
+    async def close(self) -> None:
+        """See `kvd_client.Client.close`."""
+        await self._runner.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Cache:
+    """The cached sequences of one namespace; see `kvd_client.Cache`."""
+
+    def __init__(self, runner: AsyncRunner, namespace: Namespace, *, checksums: bool) -> None:
+        self._runner = runner
+        self._namespace = namespace
+        self._checksums = checksums
+
+    @property
+    def namespace(self) -> Namespace:
+        """What must be equal for KV to be exchangeable."""
+        return self._namespace
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block."""
+        return self._namespace.layout
+
+    async def sequence(
+        self,
+        token_ids: Tokens,
+        max_tokens: int | None = None,
+        *,
+        wait_s: float | None = None,
+        materialize: bool = False,
+        verify: bool = False,
+        populate: bool = True,
+        announce: bool = True,
+    ) -> Sequence:
+        """See `kvd_client.Cache.sequence`."""
+        options = SequenceOptions(materialize=materialize, populate=populate, checksums=self._checksums)
+        core = await self._runner.run(
+            lambda link: verbs.begin(
+                link,
+                self._namespace,
+                token_ids,
+                max_tokens=max_tokens,
+                wait_s=wait_s,
+                verify=verify,
+                announce=announce,
+                options=options,
+            )
+        )
+        return Sequence(self._runner, core)
+
+    async def allocate_sequence(
+        self, num_tokens: int, max_tokens: int | None = None, *, populate: bool = True
+    ) -> Sequence:
+        """See `kvd_client.Cache.allocate_sequence`."""
+        options = SequenceOptions(materialize=False, populate=populate, checksums=self._checksums)
+        core = await self._runner.run(
+            lambda link: verbs.allocate(link, self._namespace, num_tokens, max_tokens=max_tokens, options=options)
+        )
+        return Sequence(self._runner, core)
+
+    async def match(self, token_ids: Tokens) -> int:
+        """See `kvd_client.Cache.match`."""
+        return await self._runner.run(lambda link: verbs.match(link, self._namespace, token_ids))
+
+    async def get_or_compute(
+        self,
+        token_ids: Tokens,
+        compute: Callable[[Sequence], Awaitable[None] | None],
+        *,
+        wait_s: float | None = None,
+        max_tokens: int | None = None,
+        materialize: bool = False,
+        verify: bool = False,
+        populate: bool = True,
+    ) -> Sequence:
+        """See `kvd_client.Cache.get_or_compute`; `compute` may be a coroutine function."""
+        seq = await self.sequence(
+            token_ids, max_tokens, wait_s=wait_s, materialize=materialize, verify=verify, populate=populate
+        )
+        try:
+            work = compute(seq)
+            if inspect.isawaitable(work):
+                await work
+            seq.require_complete()
+            await seq.commit()
+        except BaseException:
+            await seq.close()
+            raise
+        return seq
+
+
+class Sequence(SequenceView):
+    """A sequence driven by awaited calls; see `kvd_client.Sequence`. Calls that change it exclude each other."""
+
+    def __init__(self, runner: AsyncRunner, core: SequenceCore) -> None:
+        super().__init__(core)
+        self._runner = runner
+        self._exclusive = asyncio.Lock()
+
+    async def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `kvd_client.Sequence.append`."""
+
+        async def append() -> None:
+            async with self._exclusive:
+                wanted = self._core.check_append(layer, keys, values)
+                if wanted > self._core.capacity_tokens:
+                    await self._runner.drive(self._core.extend(wanted))
+                self._core.write(layer, keys, values)
+
+        await self._runner.see_through(append())
+
+    async def extend(self, num_tokens: int) -> None:
+        """See `kvd_client.Sequence.extend`."""
+        await self._exclusively(self._core.extend(num_tokens))
+
+    async def commit(self, token_ids: Tokens | None = None) -> int:
+        """See `kvd_client.Sequence.commit`."""
+        return await self._exclusively(self._core.commit(token_ids))
+
+    async def truncate(self, num_tokens: int) -> None:
+        """See `kvd_client.Sequence.truncate`."""
+        await self._exclusively(self._core.truncate(num_tokens))
+
+    async def fork(self, max_tokens: int | None = None) -> Sequence:
+        """See `kvd_client.Sequence.fork`."""
+        return Sequence(self._runner, await self._exclusively(self._core.fork(max_tokens)))
+
+    async def _exclusively(self, verb: Verb[T]) -> T:
+        # The lock is taken inside: when the caller is cancelled it is still held until the verb has ended.
+        async def drive() -> T:
+            async with self._exclusive:
+                return await self._runner.drive(verb)
+
+        return await self._runner.see_through(drive())
+
+    async def get_or_compute(
+        self,
+        layer: int,
+        compute_layer: Callable[
+            [int, int], tuple[torch.Tensor, torch.Tensor] | Awaitable[tuple[torch.Tensor, torch.Tensor]]
+        ],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `kvd_client.Sequence.get_or_compute`; `compute_layer` may be a coroutine function."""
+        start, stop = self._core.missing_tokens(layer)
+        if start < stop:
+            computed = compute_layer(start, stop)
+            keys, values = await computed if inspect.isawaitable(computed) else computed
+            await self.append(layer, keys, values)
+            if self.num_tokens >= self._core.num_named_tokens:
+                await self.commit()
+        return self.layer(layer)
+
+    async def close(self) -> None:
+        """See `kvd_client.Sequence.close`."""
+        async with self._exclusive:
+            self._core.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

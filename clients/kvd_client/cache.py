@@ -1,0 +1,124 @@
+"""`Cache`: what a client holds for one namespace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvd.hashing import Namespace
+from kvd.layout import KVLayout
+from kvd_client import verbs
+from kvd_client.blocking import Runner
+from kvd_client.sequence import Sequence
+from kvd_client.sequence_state import SequenceOptions
+from kvd_client.verb import Tokens
+
+
+class Cache:
+    """The cached sequences of one namespace. Safe to use from several threads. Holds nothing; needs no closing."""
+
+    def __init__(self, runner: Runner, namespace: Namespace, *, checksums: bool = False) -> None:
+        self._runner = runner
+        self._namespace = namespace
+        self._checksums = checksums
+        runner.run(lambda link: verbs.open_cache(link, namespace))
+
+    @property
+    def namespace(self) -> Namespace:
+        """What must be equal for KV to be exchangeable."""
+        return self._namespace
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of a block."""
+        return self._namespace.layout
+
+    def sequence(
+        self,
+        token_ids: Tokens,
+        max_tokens: int | None = None,
+        *,
+        wait_s: float | None = None,
+        materialize: bool = False,
+        verify: bool = False,
+        populate: bool = True,
+        announce: bool = True,
+    ) -> Sequence:
+        """The longest cached prefix of `token_ids`, mapped, with room for the rest reserved: one round trip.
+
+        At most len(token_ids) - 1 tokens are attached, so one at least is left to compute. `max_tokens` bounds what the
+        sequence may ever hold (default: len(token_ids) + 1024); address space, not memory, is set aside for it.
+
+        `announce` tells the daemon that the missing blocks will be computed now; others who want them may wait.
+        `wait_s` bounds the wait for blocks which another session announced: None is the daemon's default, refused with
+        `WouldWait` while this session has open announcements of its own; 0 never waits.
+
+        `materialize` copies the prefix once into private memory packed by layer: slower to attach, faster to attend
+        over. `verify` compares each cached block that was sealed with a checksum and raises `CorruptBlock`.
+        `populate` fills the page table for the cached part now (one call) rather than by a fault at each first touch.
+
+        Raises `InvalidTokens`, `SequenceTooLong`, `OutOfBlocks`, `QuotaExceeded`, `OutOfMemory`, `WouldWait`.
+        """
+        options = SequenceOptions(materialize=materialize, populate=populate, checksums=self._checksums)
+        core = self._runner.run(
+            lambda link: verbs.begin(
+                link,
+                self._namespace,
+                token_ids,
+                max_tokens=max_tokens,
+                wait_s=wait_s,
+                verify=verify,
+                announce=announce,
+                options=options,
+            )
+        )
+        return Sequence(self._runner, core)
+
+    def allocate_sequence(self, num_tokens: int, max_tokens: int | None = None, *, populate: bool = True) -> Sequence:
+        """Room for `num_tokens` tokens without naming them: all or nothing, and never waiting.
+
+        Name them later with `Sequence.add_tokens` to publish. `max_tokens` defaults to `num_tokens`.
+        Raises `OutOfBlocks`, `QuotaExceeded`, `OutOfMemory`.
+        """
+        options = SequenceOptions(materialize=False, populate=populate, checksums=self._checksums)
+        core = self._runner.run(
+            lambda link: verbs.allocate(link, self._namespace, num_tokens, max_tokens=max_tokens, options=options)
+        )
+        return Sequence(self._runner, core)
+
+    def match(self, token_ids: Tokens) -> int:
+        """How many leading tokens are resident now (a multiple of block_tokens). Pins nothing, promises nothing."""
+        return self._runner.run(lambda link: verbs.match(link, self._namespace, token_ids))
+
+    def get_or_compute(
+        self,
+        token_ids: Tokens,
+        compute: Callable[[Sequence], None],
+        *,
+        wait_s: float | None = None,
+        max_tokens: int | None = None,
+        materialize: bool = False,
+        verify: bool = False,
+        populate: bool = True,
+    ) -> Sequence:
+        """A sequence that holds all of `token_ids`, computed by one process only when several ask at once.
+
+        `compute(seq)` must append tokens seq.num_cached_tokens .. len(token_ids) to every layer; the full blocks are
+        then published. If it raises (or leaves tokens out: `InvalidRequest`), the sequence is closed and the
+        announcement dropped at once, so whoever waits goes on. Raises what `sequence` raises.
+        """
+        seq = self.sequence(
+            token_ids,
+            max_tokens,
+            wait_s=wait_s,
+            materialize=materialize,
+            verify=verify,
+            populate=populate,
+        )
+        try:
+            compute(seq)
+            seq.require_complete()
+            seq.commit()
+        except BaseException:
+            seq.close()
+            raise
+        return seq

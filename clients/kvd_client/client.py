@@ -1,0 +1,101 @@
+"""`connect` and `Client`: a process's session with the daemon."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Self
+
+from kvd.hashing import Namespace
+from kvd.layout import KVLayout
+from kvd.status import Snapshot
+from kvd_client import verbs
+from kvd_client.blocking import Runner
+from kvd_client.cache import Cache
+from kvd_client.options import DEFAULT_OPTIONS, Options
+
+
+def connect(
+    runtime_dir: str | os.PathLike[str] | None = None,
+    *,
+    label: str = "",
+    timeout_s: float = DEFAULT_OPTIONS.timeout_s,
+    reserve_ahead_tokens: int = DEFAULT_OPTIONS.reserve_ahead_tokens,
+) -> Client:
+    """A session with the daemon of `runtime_dir`.
+
+    Without an argument the folder is the first of $KVD_RUNTIME_DIR, $RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR/kvd, /run/kvd.
+    `label` is shown by `kvd status`. `timeout_s` bounds every request beyond the wait it asks for itself.
+    `reserve_ahead_tokens` is how much room a sequence reserves beyond what it holds, so that a decode loop seldom asks.
+
+    Raises `DaemonUnavailable`, `PermissionRefused` or `VersionMismatch`.
+    """
+    options = Options(
+        runtime_dir=runtime_dir, label=label, timeout_s=timeout_s, reserve_ahead_tokens=reserve_ahead_tokens
+    )
+    return Client(options)
+
+
+class Client:
+    """One session with the daemon. Safe to use from several threads; a context manager.
+
+    When the daemon has gone, calls raise `DaemonRestarted` while anything of the old session is open; a client that
+    holds nothing connects again by itself. In a forked child every call raises `ForkedClient`.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._runner = Runner(options)
+
+    @property
+    def session_id(self) -> int:
+        """The session's number in `kvd status`."""
+        return self._runner.link.session_id
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's epoch; another one means another daemon, and none of the old ids counts."""
+        return self._runner.link.epoch
+
+    def cache(
+        self,
+        *,
+        model: str,
+        layout: KVLayout,
+        engine: str = "raw/1",
+        positional: str = "",
+        adapter: str = "",
+        salt: str = "",
+        checksums: bool = False,
+    ) -> Cache:
+        """The cache of one namespace; every argument but `checksums` is part of it (see `kvd.hashing.Namespace`).
+
+        With `checksums`, blocks sealed through this cache carry an xxh3-64 that readers compare with `verify=True`.
+        Raises `InvalidLayout` when client and daemon compute different block sizes.
+        """
+        namespace = Namespace(
+            model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt
+        )
+        return Cache(self._runner, namespace, checksums=checksums)
+
+    def status(self) -> Snapshot:
+        """What `kvd status` shows."""
+        return self._runner.run(verbs.status)
+
+    def check(self) -> None:
+        """Has the daemon verify every invariant of its pools. Raises `StateError` naming the fault."""
+        self._runner.run(verbs.check)
+
+    def close(self) -> None:
+        """Ends the session; idempotent. Open sequences are closed.
+
+        Where tensors still live over a sequence the daemon keeps its blocks, and the session, until the last one dies.
+        """
+        self._runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,86 @@
+"""mmap and its relatives as the kernel has them: at a chosen address, and with errors as exceptions.
+
+The standard library's `mmap` can neither map at an address nor change protection, and this is all that the client
+needs. Each call releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+from kvd.errors import KvdError, OutOfMemory, StateError
+
+PROT_NONE = 0
+PROT_READ = 1
+PROT_WRITE = 2
+MAP_SHARED = 0x01
+MAP_PRIVATE = 0x02
+MAP_FIXED = 0x10
+MAP_ANONYMOUS = 0x20
+MAP_NORESERVE = 0x4000
+MADV_DONTFORK = 10
+MADV_POPULATE_WRITE = 23
+PAGE_NBYTES = 4096
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_mprotect = _libc.mprotect
+_mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_madvise = _libc.madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mincore = _libc.mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
+
+
+def mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
+    """The address of the new mapping. Raises `OutOfMemory` (no mapping or memory left), `StateError` otherwise."""
+    found: int | None = _mmap(address or None, nbytes, protection, flags, fd, offset)
+    if found is None or found == _MAP_FAILED:
+        raise _failure("mmap", nbytes)
+    return found
+
+
+def munmap(address: int, nbytes: int) -> None:
+    """Raises `OutOfMemory` when a hole would split a mapping beyond vm.max_map_count, `StateError` otherwise."""
+    if _munmap(address, nbytes):
+        raise _failure("munmap", nbytes)
+
+
+def mprotect(address: int, nbytes: int, protection: int) -> None:
+    """Raises `OutOfMemory` when a split would exceed vm.max_map_count, `StateError` otherwise."""
+    if _mprotect(address, nbytes, protection):
+        raise _failure("mprotect", nbytes)
+
+
+def keep_from_children(address: int, nbytes: int) -> None:
+    """MADV_DONTFORK: a forked child has a hole here. Set again after every mmap over the place."""
+    if _madvise(address, nbytes, MADV_DONTFORK):
+        raise _failure("madvise", nbytes)
+
+
+def populate_for_writing(address: int, nbytes: int) -> None:
+    """MADV_POPULATE_WRITE: makes pages that were never touched, and fills the page table. Raises `OutOfMemory`."""
+    if _madvise(address, nbytes, MADV_POPULATE_WRITE):
+        raise _failure("madvise", nbytes)
+
+
+def is_page_made(address: int) -> bool:
+    """Whether a mapped page has content in memory (a page only allocated, never touched, has none)."""
+    answer = ctypes.c_ubyte()
+    if _mincore(address, PAGE_NBYTES, ctypes.byref(answer)):
+        raise _failure("mincore", PAGE_NBYTES)
+    return bool(answer.value & 1)
+
+
+def _failure(call: str, nbytes: int) -> KvdError:
+    number = ctypes.get_errno()
+    if number in (errno.ENOMEM, errno.EAGAIN):
+        return OutOfMemory(f"{call} of {nbytes} bytes: no more memory or mappings (vm.max_map_count)")
+    return StateError(f"{call} of {nbytes} bytes: {os.strerror(number)}")

@@ -1,0 +1,282 @@
+"""`Link`: one session with one daemon, whatever transport carries its requests.
+
+It knows what the session has been granted, what is still mapped, and whether the daemon is still there. When the daemon
+is gone the link is *lost* for good; a client makes a new one. Mappings outlive it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from kvd.block import BlockId
+from kvd.config.paths import find_runtime_dir
+from kvd.errors import (
+    ClientClosed,
+    DaemonRestarted,
+    ForkedClient,
+    KvdError,
+    StateError,
+    from_wire,
+)
+from kvd.hashing import Namespace
+from kvd.protocol.replies import CacheOpened
+from kvd.protocol.requests import Release, Request
+from kvd.protocol.session import Goodbye, SegmentGranted, SegmentRevoked
+from kvd.protocol.wire import pack_block_ids
+from kvd_client.lifetimes import Guard
+from kvd_client.options import Options
+from kvd_client.segments import PoolMemory, SegmentTable
+from kvd_client.session_socket import Arrival, SessionSocket
+from kvd_client.storage import Storage
+
+_GRANT_BOUND_S = 5.0
+
+
+_viewed: set[Storage] = set()
+"""Storages of closed sequences over which views live. Nothing else may keep them, nor their link and its session."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCache:
+    """A namespace as this session knows it."""
+
+    namespace: Namespace
+    handle: int
+    digest: bytes
+    memory: PoolMemory
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What goes back to the daemon once none of `storages` is mapped any more. Unmap comes before release, always."""
+
+    cache: int
+    storages: list[Storage]
+    references: list[BlockId] = field(default_factory=list)
+    reservations: list[BlockId] = field(default_factory=list)
+
+
+class OpenSequence(Protocol):
+    """What a client closes when it is closed itself."""
+
+    def close(self) -> None:
+        """Idempotent."""
+
+
+class Link:
+    """Safe to use from several threads. `guard` protects mappings; it is never held while waiting for the daemon."""
+
+    def __init__(self, options: Options) -> None:
+        """Opens the session. Raises what `SessionSocket` raises."""
+        self.runtime_dir: Path = find_runtime_dir(options.runtime_dir)
+        self.session = SessionSocket(self.runtime_dir, label=options.label, timeout_s=options.timeout_s)
+        welcome = self.session.welcome
+        self.epoch = welcome.epoch
+        self.session_id = welcome.session
+        self.token = welcome.token
+        self.credits = welcome.credits
+        self.guard = Guard()
+        self.caches: dict[Namespace, OpenedCache] = {}
+        self.reserve_ahead_tokens = options.reserve_ahead_tokens
+        self.post: Callable[[Request], None] = _nobody_to_post_to
+        """Sends a request that needs no reply: from any thread, from finalizers, never blocking, never raising."""
+        self.when_lost: Callable[[], None] = lambda: None
+        """Called once when the link is lost: whoever waits for a reply should look up."""
+        self.when_forked: Callable[[], None] = lambda: None
+        """Called in a forked child: the transport drops its descriptors."""
+        self.lost: KvdError | None = None
+        """Why no request can be made any more."""
+        self._ids = itertools.count(1)
+        self._segments = SegmentTable()
+        self._arrivals = threading.Lock()
+        self._open: set[OpenSequence] = set()
+        self._num_mapped = 0
+        self._close_when_unmapped = False
+        self._forked = False
+
+    def next_id(self) -> int:
+        """A request id never used before on this link."""
+        return next(self._ids)
+
+    def require_alive(self) -> None:
+        """Raises why the session is over, if it is."""
+        if self.lost is not None:
+            raise type(self.lost)(*self.lost.args)
+
+    def lose(self, reason: KvdError) -> None:
+        """The session is over: every later request raises `reason`, and the daemon takes everything back.
+
+        Idempotent.
+        """
+        if self.lost is None:
+            self.lost = reason
+            self.session.close()
+            # A mapping may be under way in another thread, with one of these descriptors.
+            self.guard.later(self._segments.close)
+            self.when_lost()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is the copy in a forked child, where nothing is mapped."""
+        return self._forked
+
+    # What the daemon sends by itself.
+
+    def drain_session(self) -> None:
+        """Takes in what has arrived on the session socket, without waiting."""
+        # One thread at a time reads and applies, so a grant is never overtaken by a look at the table.
+        with self._arrivals:
+            for arrival in self.session.receive():
+                self._take_in(arrival)
+
+    def _take_in(self, arrival: Arrival | None) -> None:
+        if arrival is None:
+            self.lose(DaemonRestarted("the daemon ended the session; close what is open, then use the client again"))
+            return
+        message, fd = arrival.message, arrival.fd
+        if isinstance(message, SegmentGranted) and fd is not None:
+            self._segments.granted(message, fd)
+            return
+        if fd is not None:
+            os.close(fd)
+        if isinstance(message, SegmentRevoked):
+            self._segments.revoked(message)
+        elif isinstance(message, Goodbye):
+            self.lose(from_wire(message.code, message.message))
+
+    def _descriptor(self, pool: int, segment: int, writable: bool) -> int:
+        fd = self._segments.find(pool, segment, writable=writable)
+        if fd is not None:
+            return fd
+        # Granted before the reply that names the block, so it has arrived already, or is about to.
+        deadline = time.monotonic() + _GRANT_BOUND_S
+        while True:
+            self.drain_session()
+            fd = self._segments.find(pool, segment, writable=writable)
+            if fd is not None:
+                return fd
+            self.require_alive()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                kind = "writable" if writable else "read-only"
+                raise StateError(f"the daemon never granted segment {segment} of pool {pool} {kind}")
+            self._await_arrival(left_s)
+
+    def _await_arrival(self, bound_s: float) -> None:
+        try:
+            select.select([self.session.fileno()], [], [], bound_s)
+        except (OSError, ValueError):
+            # Closed meanwhile: the caller looks at `lost` again.
+            return
+
+    # What the client holds.
+
+    def opened(self, namespace: Namespace, reply: CacheOpened) -> OpenedCache:
+        """Remembers the handle of a namespace."""
+        memory = PoolMemory(reply.pool, namespace.layout.block_nbytes, reply.blocks_per_segment, self._descriptor)
+        cache = OpenedCache(namespace, reply.cache, reply.digest, memory)
+        self.caches[namespace] = cache
+        return cache
+
+    @property
+    def can_be_replaced(self) -> bool:
+        """Whether a client may connect again: the daemon is gone, and no sequence of the old session is open."""
+        return not self._open and not isinstance(self.lost, ClientClosed)
+
+    def sequence_opened(self, sequence: OpenSequence) -> None:
+        """A sequence holds blocks from now on. Under the guard."""
+        self._open.add(sequence)
+        self._num_mapped += 1
+
+    def sequence_closed(self, sequence: OpenSequence) -> None:
+        """A sequence is used no more. Under the guard."""
+        self._open.discard(sequence)
+
+    def close_sequences(self) -> bool:
+        """Closes every open sequence; True when nothing is mapped any more, so that nothing keeps the session."""
+        for sequence in list(self._open):
+            sequence.close()
+        return not self._num_mapped
+
+    def retire(self, holdings: Holdings) -> None:
+        """Unmaps and gives back, each storage as soon as no view over it lives. Under the guard."""
+        left = len(holdings.storages)
+
+        def unmap(storage: Storage) -> None:
+            nonlocal left
+            _viewed.discard(storage)
+            if not self._forked:
+                storage.close()
+            left -= 1
+            if not left:
+                self._num_mapped -= 1
+                self._give_back(holdings)
+
+        if not left:
+            self._num_mapped -= 1
+            self._give_back(holdings)
+        for storage in holdings.storages:
+            if not storage.has_live_views():
+                unmap(storage)
+            else:
+                _viewed.add(storage)
+                storage.when_unused(partial(self.guard.later, partial(unmap, storage)))
+
+    def _give_back(self, holdings: Holdings) -> None:
+        if self._close_when_unmapped:
+            # The end of the session gives everything back at once.
+            if not self._num_mapped:
+                self._end()
+        elif self.lost is None and not self._forked and (holdings.references or holdings.reservations):
+            self.post(
+                Release(
+                    self.next_id(),
+                    self.epoch,
+                    holdings.cache,
+                    blocks=pack_block_ids(holdings.references),
+                    reserved=pack_block_ids(holdings.reservations),
+                )
+            )
+
+    def close_when_unmapped(self) -> bool:
+        """No request will be made any more: ends the session now, or when the last view dies. True if now.
+
+        Idempotent.
+        """
+        if self.lost is None:
+            self.lost = ClientClosed("the client was closed")
+            self.when_lost()
+        with self.guard:
+            self._close_when_unmapped = True
+            if not self._num_mapped:
+                self._end()
+            return not self._num_mapped
+
+    def _end(self) -> None:
+        self.session.close()
+        self._segments.close()
+
+    # fork(2): see `kvd_client.fork`.
+
+    def forget_in_child(self) -> None:
+        """In a forked child: drops descriptors, so that the parent's session is the parent's alone."""
+        self._forked = True
+        self.lost = ForkedClient("this process is a fork of the one that connected: connect again in the child")
+        self.guard = Guard()
+        self._arrivals = threading.Lock()
+        self.session.close()
+        self._segments.close()
+        self.when_forked()
+
+
+def _nobody_to_post_to(_request: Request) -> None:
+    raise ClientClosed("the link has no transport yet")

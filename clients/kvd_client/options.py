@@ -1,0 +1,25 @@
+"""What a caller may choose for a whole client."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+DEFAULT_GROWTH_TOKENS = 1024
+"""Room beyond the prompt that `max_tokens` leaves when the caller names none."""
+
+LONGEST_DEFAULT_WAIT_S = 300.0
+"""Upper bound of the daemon's own default wait (its `waits.max_s`); a begin without `wait_s` may take as long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Arguments of `connect`; see there."""
+
+    runtime_dir: str | os.PathLike[str] | None = None
+    label: str = ""
+    timeout_s: float = 30.0
+    reserve_ahead_tokens: int = 64
+
+
+DEFAULT_OPTIONS = Options()

@@ -1,0 +1,315 @@
+"""The verbs of a sequence: extend, commit, truncate, fork, close. `sequence_state` has the invariants they keep."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from kvd.block import BlockId, ChainHash
+from kvd.errors import InvalidRequest, KvdError, OutOfBlocks, OutOfMemory, SequenceTooLong
+from kvd.hashing import TOKEN_NBYTES, pack_hashes
+from kvd.protocol.replies import Reserved, Sealed
+from kvd.protocol.requests import Release, Reserve, Retain, Seal
+from kvd.protocol.wire import pack_block_ids, unpack_block_ids
+from kvd_client.checksum import pack_checksums
+from kvd_client.link import Holdings, Link, OpenedCache
+from kvd_client.named_tokens import NamedTokens
+from kvd_client.private_storage import PackedStorage, PrivateStorage
+from kvd_client.sequence_state import SequenceOptions, SequenceState
+from kvd_client.storage import MappedStorage, Storage, has_room_for
+from kvd_client.verb import Tokens, Verb, expect
+
+
+class SequenceCore(SequenceState):
+    """A whole sequence, whatever drives it. Mappings change under the link's guard."""
+
+    def __init__(
+        self, link: Link, cache: OpenedCache, names: NamedTokens, *, max_tokens: int, options: SequenceOptions
+    ) -> None:
+        super().__init__(link, cache, names, max_tokens=max_tokens, options=options)
+        self._announced = range(0)
+        """Places whose hashes this session announced and has not sealed."""
+        self._retired: list[Storage] = []
+        """Storages this sequence has left, over which views still live."""
+
+    def start(self, num_cached: int, blocks: Sequence[BlockId], *, num_announced: int) -> None:
+        """Attaches the blocks that begin, reserve or retain gave: `num_cached` sealed ones, then reserved ones.
+
+        On failure everything goes back to the daemon.
+        """
+        self._blocks = list(blocks)
+        self._num_sealed = num_cached
+        num_hashes = len(self._names) // self.layout.block_tokens
+        self._announced = range(num_hashes - num_announced, num_hashes)
+        self.num_cached_tokens = num_cached * self.layout.block_tokens
+        self._written = [self.num_cached_tokens] * self.layout.num_layers
+        with self.link.guard:
+            self.link.sequence_opened(self)
+        try:
+            self._cache.memory.await_grants(self._blocks[:num_cached], writable=False)
+            self._cache.memory.await_grants(self._blocks[num_cached:], writable=True)
+            with self.link.guard:
+                self._storage = self._lay_out()
+        except BaseException:
+            with self.link.guard:
+                self._end(storages=[])
+            raise
+
+    def _lay_out(self) -> Storage:
+        memory, num_sealed = self._cache.memory, self._num_sealed
+        max_blocks = max(len(self._blocks), self.layout.num_blocks(self.max_tokens), 1)
+
+        def filled(kind: type[Storage]) -> Storage:
+            storage = kind(self.layout, max_blocks, memory)
+            try:
+                for first, stop, sealed in ((0, num_sealed, True), (num_sealed, len(self._blocks), False)):
+                    storage.attach(first, self._blocks[first:stop], sealed=sealed, populate=self._options.populate)
+            except BaseException:
+                storage.close()
+                raise
+            return storage
+
+        if self._options.materialize:
+            return filled(PackedStorage)
+        if has_room_for(memory.num_runs(self._blocks)):
+            try:
+                return filled(MappedStorage)
+            except OutOfMemory:
+                # So near vm.max_map_count the same result is had by copying, with one mapping.
+                pass
+        return filled(PrivateStorage)
+
+    def extend(self, num_tokens: int) -> Verb[None]:
+        """Room for `num_tokens` tokens in all; grows in steps so that a decode loop seldom asks."""
+        self._require_open()
+        self._require_fits(num_tokens)
+        held = self.capacity_tokens
+        if num_tokens <= held:
+            return
+        roomy = max(num_tokens + self.link.reserve_ahead_tokens, held + held // 8)
+        more = yield from self._reserve(
+            self.layout.num_blocks(num_tokens) - len(self._blocks),
+            self.layout.num_blocks(min(self.max_tokens, roomy)) - len(self._blocks),
+            shared=[],
+        )
+        try:
+            self._cache.memory.await_grants(more, writable=True)
+            with self.link.guard:
+                self._attach_reserved(more)
+        except BaseException:
+            self._post_release(reserved=more)
+            raise
+        self._blocks += more
+
+    def _reserve(self, needed: int, roomy: int, *, shared: list[BlockId]) -> Verb[list[BlockId]]:
+        """New reservations, `roomy` of them or at least `needed`, and another reference on each of `shared`."""
+        self.link.require_alive()
+        for count in (roomy, needed):
+            if not count and not shared:
+                break
+            handle = self._cache.handle
+            request = (
+                Retain(self.link.next_id(), self.link.epoch, handle, pack_block_ids(shared), count)
+                if shared
+                else Reserve(self.link.next_id(), self.link.epoch, handle, count)
+            )
+            try:
+                return list(unpack_block_ids(expect((yield request), Reserved).blocks))
+            except OutOfBlocks:
+                # What is reserved ahead is a convenience; what is needed may still fit.
+                if count == needed:
+                    raise
+        return []
+
+    def _attach_reserved(self, more: list[BlockId]) -> None:
+        populate = self._options.populate
+        if has_room_for(self._cache.memory.num_runs(more)):
+            try:
+                self._storage.attach(len(self._blocks), more, sealed=False, populate=populate)
+            except OutOfMemory:
+                if self.is_private:
+                    raise
+            else:
+                return
+        if not self.is_private:
+            self._go_private()
+        self._storage.attach(len(self._blocks), more, sealed=False, populate=populate)
+
+    def _go_private(self) -> None:
+        """Copies what is held into private memory: the mappings of a scattered sequence have run out."""
+        mapped = self._storage
+        max_blocks = self.layout.num_blocks(self.max_tokens)
+        private = PrivateStorage(self.layout, max_blocks, self._cache.memory)
+        self._num_copied_bytes += private.copy_tokens(mapped, 0, max(self._written))
+        self._storage = private
+        if mapped.has_live_views():
+            self._retired.append(mapped)
+        else:
+            mapped.close()
+
+    # Sealing.
+
+    def commit(self, token_ids: Tokens | None) -> Verb[int]:
+        """Seals every full block that is named and written; returns how many tokens are sealed."""
+        self._require_open()
+        if token_ids is not None:
+            rest = self._names.rest_of(token_ids)
+            self._require_fits(len(self._names) + len(rest) // TOKEN_NBYTES)
+            self._names.add(rest)
+        first, stop = self._num_sealed, min(self.num_tokens, len(self._names)) // self.layout.block_tokens
+        self.link.require_alive()
+        if first < stop:
+            yield from self._seal(first, stop)
+        self._let_go_of_copies()
+        return self.num_sealed_tokens
+
+    def _seal(self, first: int, stop: int) -> Verb[None]:
+        own = self._blocks[first:stop]
+        checksums = b""
+        if self._options.checksums:
+            step = self.layout.block_tokens
+            checksums = pack_checksums(
+                self._storage.bytes(place * step, (place + 1) * step) for place in range(first, stop)
+            )
+        with self.link.guard:
+            self._storage.publish(first, own)
+        request = Seal(
+            self.link.next_id(),
+            self.link.epoch,
+            self._cache.handle,
+            pack_block_ids(own),
+            pack_hashes(self._names.hashes(first, stop)),
+            checksums,
+        )
+        try:
+            standing = unpack_block_ids(expect((yield request), Sealed).blocks)
+        except KvdError:
+            with self.link.guard:
+                self._storage.unpublish(first, stop - first)
+            raise
+        self._blocks[first:stop] = standing
+        self._own_copies |= {
+            place: mine
+            for place, (mine, theirs) in enumerate(zip(own, standing, strict=True), start=first)
+            if mine != theirs
+        }
+        self._num_sealed = stop
+        self._announced = range(max(self._announced.start, stop), max(self._announced.stop, stop))
+
+    def _let_go_of_copies(self) -> None:
+        """Where another's block came first: maps that one in the place of our copy, then gives the copy back.
+
+        Only while no view lives: a tensor over our copy goes on showing our copy.
+        """
+        if not self._own_copies or self._retired or self._storage.has_live_views():
+            return
+        with self.link.guard:
+            for place in self._own_copies:
+                self._storage.replace(place, self._blocks[place])
+        self._post_release(reserved=list(self._own_copies.values()))
+        self._own_copies = {}
+
+    # Cutting and forking.
+
+    def truncate(self, num_tokens: int) -> Verb[None]:
+        """Forgets the tokens from `num_tokens` on."""
+        self._require_open()
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise InvalidRequest(f"a cut at {num_tokens} of {self.num_tokens} tokens")
+        loses_bytes = num_tokens < max(self._written)
+        if num_tokens < self.num_sealed_tokens or (loses_bytes and self._storage.has_live_views()):
+            # Sealed blocks are immutable, and live tensors keep what they show: the sequence moves to other blocks.
+            successor = yield from self._branch(num_tokens, self.max_tokens)
+            self._become(successor)
+        self._written = [min(written, num_tokens) for written in self._written]
+        self._drop_announcements(num_tokens // self.layout.block_tokens)
+        self._names.truncate(num_tokens)
+        self.num_cached_tokens = min(self.num_cached_tokens, num_tokens)
+
+    def fork(self, max_tokens: int | None) -> Verb[SequenceCore]:
+        """Another sequence with the same tokens; see `Sequence.fork`."""
+        yield from self.commit(None)
+        max_tokens = self.max_tokens if max_tokens is None else max_tokens
+        if max_tokens < max(self._written):
+            raise SequenceTooLong(f"{max(self._written)} tokens do not fit max_tokens={max_tokens}")
+        return (yield from self._branch(max(self._written), max_tokens))
+
+    def _branch(self, num_tokens: int, max_tokens: int) -> Verb[SequenceCore]:
+        """A sequence of the first `num_tokens`: sealed blocks shared by reference, everything behind them copied."""
+        block_tokens = self.layout.block_tokens
+        num_shared = min(self._num_sealed, num_tokens // block_tokens)
+        shared = self._blocks[:num_shared]
+        roomy = min(max_tokens, num_tokens + self.link.reserve_ahead_tokens)
+        fresh = yield from self._reserve(
+            self.layout.num_blocks(num_tokens) - num_shared,
+            self.layout.num_blocks(roomy) - num_shared,
+            shared=shared,
+        )
+        names = self._names.prefix(num_tokens)
+        branch = SequenceCore(self.link, self._cache, names, max_tokens=max_tokens, options=self._options)
+        branch.start(num_shared, shared + fresh, num_announced=0)
+        branch.num_cached_tokens = min(self.num_cached_tokens, num_shared * block_tokens)
+        branch._num_copied_bytes += branch._storage.copy_tokens(self._storage, num_shared * block_tokens, num_tokens)
+        branch._written = [min(written, num_tokens) for written in self._written]
+        return branch
+
+    def _become(self, successor: SequenceCore) -> None:
+        """Takes the place of what this sequence was; its old mappings live as long as tensors over them do."""
+        with self.link.guard:
+            self._retire_all([self._storage, *self._retired])
+            self.link.sequence_closed(successor)
+        for name in ("_blocks", "_num_sealed", "_storage", "_written", "_own_copies", "_retired"):
+            setattr(self, name, getattr(successor, name))
+        self._num_copied_bytes += successor.num_copied_bytes
+
+    # Ending.
+
+    def close(self) -> None:
+        """Gives everything back, at once or when the last view dies. Idempotent."""
+        with self.link.guard:
+            self._close_guarded()
+
+    def close_when_collected(self, owner: object) -> None:
+        """Closes when `owner`, which wraps this, is collected without having been closed."""
+        weakref.finalize(owner, self.link.guard.later, self._close_guarded).atexit = False
+
+    def _close_guarded(self) -> None:
+        if not self.is_closed:
+            self._end(storages=[self._storage, *self._retired])
+
+    def _end(self, *, storages: list[Storage]) -> None:
+        self.is_closed = True
+        if not self.link.is_forked:
+            self._drop_announcements(0)
+            self._retire_all(storages)
+            self.link.sequence_closed(self)
+
+    def _retire_all(self, storages: list[Storage]) -> None:
+        holdings = Holdings(
+            self._cache.handle,
+            storages,
+            references=self._blocks[: self._num_sealed],
+            reservations=self._blocks[self._num_sealed :] + list(self._own_copies.values()),
+        )
+        self.link.retire(holdings)
+
+    def _drop_announcements(self, place: int) -> None:
+        """Whoever waits for the hashes from `place` on need wait no longer."""
+        start = max(self._announced.start, place)
+        places = range(start, self._announced.stop)
+        self._announced = range(self._announced.start, min(start, self._announced.stop))
+        if places:
+            self._post_release(hashes=self._names.hashes(places.start, places.stop))
+
+    def _post_release(self, *, reserved: Sequence[BlockId] = (), hashes: Sequence[ChainHash] = ()) -> None:
+        link = self.link
+        if link.lost is None:
+            link.post(
+                Release(
+                    link.next_id(),
+                    link.epoch,
+                    self._cache.handle,
+                    reserved=pack_block_ids(reserved),
+                    hashes=pack_hashes(hashes),
+                )
+            )

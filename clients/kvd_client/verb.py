@@ -1,0 +1,78 @@
+"""The sans-IO core's shape: a verb is a generator that yields requests and is sent the replies.
+
+A transport drives it: it sends each request, and either sends the reply into the generator or throws what a `Failed`
+stands for. The same verbs serve the blocking and the asyncio client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import SupportsIndex, TypeVar
+
+from kvd.errors import ConnectionFailed, from_wire
+from kvd.protocol.replies import Begun, Failed, Reply, Reserved
+from kvd.protocol.requests import Begin, Release, Request, Reserve, Retain, Seal
+from kvd.protocol.wire import BLOCK_ID_NBYTES
+from kvd_client.link import Link
+from kvd_client.options import LONGEST_DEFAULT_WAIT_S
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
+
+Verb = Generator[Request, Reply, T]
+"""A verb that ends with a `T`."""
+
+Tokens = Iterable[SupportsIndex]
+"""Token ids.
+
+A list, tuple, one-dimensional numpy array or torch tensor of integers (see `kvd.hashing.encode_tokens`).
+"""
+
+
+def expect(reply: Reply, kind: type[R]) -> R:
+    """The reply as what was asked for. Raises `ConnectionFailed` when the daemon answers something else."""
+    if type(reply) is not kind:
+        raise ConnectionFailed(f"the daemon answered {type(reply).__name__} where {kind.__name__} was due")
+    return reply
+
+
+def feed(verb: Verb[T], reply: Reply) -> Request:
+    """Hands a verb its reply, or throws what a `Failed` stands for; the next request.
+
+    `StopIteration` holds the result.
+    """
+    if type(reply) is Failed:
+        return verb.throw(from_wire(reply.code, reply.message))
+    return verb.send(reply)
+
+
+def bound_s(request: Request, timeout_s: float) -> float:
+    """How long an answer may take: the wait the request asks for, and the caller's margin."""
+    if type(request) is not Begin:
+        return timeout_s
+    return timeout_s + (LONGEST_DEFAULT_WAIT_S if request.wait_s is None else request.wait_s)
+
+
+def undo(link: Link, request: Request, reply: Reply) -> Request | None:
+    """What gives back that which a reply brings to a caller who no longer waits for it."""
+    if isinstance(request, Begin) and isinstance(reply, Begun):
+        cut = reply.num_cached * BLOCK_ID_NBYTES
+        num_hash_bytes = reply.num_announced * 32
+        return Release(
+            link.next_id(),
+            link.epoch,
+            request.cache,
+            blocks=reply.blocks[:cut],
+            reserved=reply.blocks[cut:],
+            hashes=request.hashes[len(request.hashes) - num_hash_bytes :],
+        )
+    if isinstance(request, Reserve) and isinstance(reply, Reserved):
+        return Release(link.next_id(), link.epoch, request.cache, reserved=reply.blocks)
+    if isinstance(request, Retain) and isinstance(reply, Reserved):
+        return Release(link.next_id(), link.epoch, request.cache, blocks=request.blocks, reserved=reply.blocks)
+    return None
+
+
+def leaves_unknown_state(request: Request) -> bool:
+    """Whether nobody knows what the session holds when the reply to `request` is never read."""
+    return isinstance(request, Seal)

@@ -1,0 +1,170 @@
+"""The verbs of a client and of a cache. Those of a sequence are methods of `SequenceCore`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvd.block import ChainHash, NamespaceDigest
+from kvd.errors import CorruptBlock, InvalidRequest, OutOfBlocks, SequenceTooLong
+from kvd.hashing import TOKEN_NBYTES, Namespace, chain_hashes, encode_tokens, pack_hashes
+from kvd.protocol.replies import Begun, CacheOpened, Done, Matched, Reserved, StatusReply
+from kvd.protocol.requests import Begin, Check, Match, OpenCache, Release, Reserve, Status
+from kvd.protocol.wire import unpack_block_ids
+from kvd.status import Snapshot
+from kvd_client.link import Link, OpenedCache
+from kvd_client.named_tokens import NamedTokens
+from kvd_client.options import DEFAULT_GROWTH_TOKENS
+from kvd_client.sequence_core import SequenceCore
+from kvd_client.sequence_state import SequenceOptions
+from kvd_client.verb import Tokens, Verb, expect
+
+
+def status(link: Link) -> Verb[Snapshot]:
+    """What `kvd status` shows."""
+    link.require_alive()
+    return expect((yield Status(link.next_id(), link.epoch)), StatusReply).snapshot
+
+
+def check(link: Link) -> Verb[None]:
+    """Has the daemon verify its pools."""
+    link.require_alive()
+    expect((yield Check(link.next_id(), link.epoch)), Done)
+
+
+def settle(link: Link) -> Verb[None]:
+    """Returns when the daemon has taken in everything posted before."""
+    for cache in list(link.caches.values())[:1]:
+        if link.lost is None:
+            expect((yield Release(link.next_id(), link.epoch, cache.handle, ack=True)), Done)
+
+
+def open_cache(link: Link, namespace: Namespace) -> Verb[OpenedCache]:
+    """The session's handle on a namespace; asks once per link."""
+    link.require_alive()
+    known = link.caches.get(namespace)
+    if known is not None:
+        return known
+    layout = namespace.layout
+    request = OpenCache(
+        link.next_id(),
+        link.epoch,
+        model=namespace.model,
+        engine=namespace.engine,
+        positional=namespace.positional,
+        adapter=namespace.adapter,
+        salt=namespace.salt,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        block_tokens=layout.block_tokens,
+        block_nbytes=layout.block_nbytes,
+    )
+    return link.opened(namespace, expect((yield request), CacheOpened))
+
+
+def match(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[int]:
+    """How many leading tokens are resident."""
+    tokens = encode_tokens(token_ids)
+    cache = yield from open_cache(link, namespace)
+    hashes = _hashes(cache, tokens)
+    reply = yield Match(link.next_id(), link.epoch, cache.handle, pack_hashes(hashes))
+    return expect(reply, Matched).num_resident * namespace.layout.block_tokens
+
+
+def allocate(
+    link: Link, namespace: Namespace, num_tokens: int, *, max_tokens: int | None, options: SequenceOptions
+) -> Verb[SequenceCore]:
+    """A sequence without token ids, all of it reserved."""
+    max_tokens = num_tokens if max_tokens is None else max_tokens
+    if num_tokens < 1:
+        raise InvalidRequest(f"a sequence of {num_tokens} tokens")
+    _require_room(num_tokens, max_tokens)
+    cache = yield from open_cache(link, namespace)
+    num_blocks = namespace.layout.num_blocks(num_tokens)
+    reserved = expect((yield Reserve(link.next_id(), link.epoch, cache.handle, num_blocks)), Reserved)
+    core = SequenceCore(link, cache, _names(cache), max_tokens=max_tokens, options=options)
+    core.start(0, unpack_block_ids(reserved.blocks), num_announced=0)
+    return core
+
+
+def begin(
+    link: Link,
+    namespace: Namespace,
+    token_ids: Tokens,
+    *,
+    max_tokens: int | None,
+    wait_s: float | None,
+    verify: bool,
+    announce: bool,
+    options: SequenceOptions,
+) -> Verb[SequenceCore]:
+    """The longest cached prefix attached, the rest reserved and announced: one round trip."""
+    tokens = encode_tokens(token_ids)
+    layout = namespace.layout
+    num_tokens = len(tokens) // TOKEN_NBYTES
+    if max_tokens is None:
+        max_tokens = num_tokens + DEFAULT_GROWTH_TOKENS
+    _require_room(num_tokens, max_tokens)
+    cache = yield from open_cache(link, namespace)
+    hashes = _hashes(cache, tokens)
+    packed = pack_hashes(hashes)
+
+    def ask(num_blocks: int) -> Begin:
+        return Begin(
+            link.next_id(),
+            link.epoch,
+            cache.handle,
+            packed,
+            # One token at least is left to compute: engines need the logits of the last one.
+            max_cached=max(0, num_tokens - 1) // layout.block_tokens,
+            num_blocks=num_blocks,
+            announce=announce,
+            wait_s=wait_s,
+            with_checksums=verify,
+        )
+
+    needed = layout.num_blocks(num_tokens)
+    ahead = layout.num_blocks(min(max_tokens, num_tokens + link.reserve_ahead_tokens))
+    request = ask(ahead)
+    try:
+        reply = yield request
+    except OutOfBlocks:
+        if ahead == needed:
+            raise
+        # What is reserved ahead is a convenience; the prompt itself may still fit.
+        request = ask(needed)
+        reply = yield request
+    begun = expect(reply, Begun)
+    core = SequenceCore(link, cache, _names(cache, tokens, hashes), max_tokens=max_tokens, options=options)
+    core.start(begun.num_cached, unpack_block_ids(begun.blocks), num_announced=begun.num_announced)
+    if verify:
+        _verify(core, begun)
+    return core
+
+
+def _verify(core: SequenceCore, begun: Begun) -> None:
+    try:
+        place = core.first_corrupt(begun.checksums)
+    except BaseException:
+        core.close()
+        raise
+    if place is not None:
+        block = core.block_at(place)
+        core.close()
+        raise CorruptBlock(
+            f"block {block} (tokens {place * core.layout.block_tokens} on) differs from the checksum its writer gave"
+        )
+
+
+def _require_room(num_tokens: int, max_tokens: int) -> None:
+    if num_tokens > max_tokens:
+        raise SequenceTooLong(f"{num_tokens} tokens do not fit max_tokens={max_tokens}")
+
+
+def _hashes(cache: OpenedCache, tokens: bytes) -> list[ChainHash]:
+    return chain_hashes(NamespaceDigest(cache.digest), tokens, cache.namespace.layout.block_tokens)
+
+
+def _names(cache: OpenedCache, tokens: bytes = b"", hashes: Sequence[ChainHash] = ()) -> NamedTokens:
+    return NamedTokens(cache.digest, cache.namespace.layout.block_tokens, tokens, hashes)

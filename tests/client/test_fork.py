@@ -1,0 +1,183 @@
+"""fork(2) and threads: one client, many callers."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import kvd_client
+from kvd.errors import ForkedClient, KvdError
+from tests.client.kv import LAYOUT, MODEL, fill, holds
+from tests.client.processes import run_python
+from tests.support.daemon import Daemon
+from tests.support.wait import eventually
+
+PROMPT = list(range(300, 400))
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """What `work` says, run in a forked child. The child must do little: other threads' locks stay locked there."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(writing, work().encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ForkedClient:
+        return "ForkedClient"
+    except KvdError as error:
+        return repr(error)
+    return "no error"
+
+
+# case B9
+def test_a_forked_child_has_no_mapping_no_descriptor_and_a_typed_error(client: kvd_client.Client) -> None:
+    cache = client.cache(model=MODEL, layout=LAYOUT)
+    with cache.sequence(PROMPT) as seq, cache.allocate_sequence(100) as other:
+        fill(seq, PROMPT)
+        seq.commit()
+        address = seq.layer(0)[0].untyped_storage().data_ptr()
+
+        def child() -> str:
+            calls = (client.status, lambda: cache.sequence(PROMPT), lambda: cache.match(PROMPT))
+            calls += (lambda: seq.layer(0), seq.commit, seq.fork, other.buffer)  # type: ignore[assignment]
+            said = {outcome(call) for call in calls}
+            seq.close()
+            client.close()
+            maps = Path("/proc/self/maps").read_text()
+            inside = any(
+                int(first, 16) <= address < int(last, 16) for first, last in re.findall(r"^(\w+)-(\w+)", maps, re.M)
+            )
+            links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+            memory = [link for link in links if "memfd" in link or "kvd" in link.rsplit("/", 1)[-1]]
+            return f"{sorted(said)} {inside} {'memfd:kvd' in maps} {memory}"
+
+        assert in_child(child) == "['ForkedClient'] False False []"
+        # The parent is unharmed.
+        assert holds(seq, PROMPT, 100)
+        fill(seq, [*PROMPT, *[1] * 200])
+        assert seq.commit([*PROMPT, *[1] * 200]) == 288
+        client.check()
+
+
+# case B9
+def test_a_child_cannot_keep_its_parents_lease_alive(daemon: Daemon, client: kvd_client.Client) -> None:
+    script = """
+import os, sys
+import kvd_client
+from tests.client.kv import LAYOUT, MODEL, fill
+client = kvd_client.connect(sys.argv[1])
+seq = client.cache(model=MODEL, layout=LAYOUT).sequence(list(range(100)))
+fill(seq, seq.token_ids)
+seq.commit()
+if os.fork():
+    print(client.session_id, flush=True)
+    os.kill(os.getpid(), 9)
+os.close(1), os.close(2)
+os.read(0, 1)  # until the test ends
+os._exit(0)
+"""
+    reading, writing = os.pipe()
+    saved = os.dup(0)
+    os.dup2(reading, 0)
+    try:
+        finished = run_python(script, str(daemon.folder))
+    finally:
+        os.dup2(saved, 0)
+        os.close(saved)
+        os.close(reading)
+    try:
+        session = int(finished.stdout)
+        eventually(lambda: session not in [entry.session for entry in client.status().clients], timeout_s=1)
+        assert sum(pool.num_references + pool.num_reserved for pool in client.status().pools) == 0
+    finally:
+        os.close(writing)
+
+
+def test_a_child_connects_for_itself(daemon: Daemon, client: kvd_client.Client) -> None:
+    cache = client.cache(model=MODEL, layout=LAYOUT)
+    with cache.sequence(PROMPT) as seq:
+        fill(seq, PROMPT)
+        seq.commit()
+
+    def child() -> str:
+        with kvd_client.connect(daemon.folder) as own:
+            seq = own.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT)
+            return f"{seq.num_cached_tokens} {bytes(seq.buffer(0, 1))[:1] != b''}"
+
+    assert in_child(child) == "96 True"
+    client.check()
+
+
+# case B9
+def test_one_client_serves_many_threads(client: kvd_client.Client) -> None:
+    cache = client.cache(model=MODEL, layout=LAYOUT)
+    shared = [*range(64)]
+    wrong: list[object] = []
+    start = threading.Barrier(8)
+
+    def hammer(number: int) -> None:
+        try:
+            start.wait()
+            for turn in range(25):
+                tokens = [*shared, *[number] * 16, *[turn] * 20]
+                with cache.sequence(tokens, wait_s=0) as seq:
+                    fill(seq, tokens)
+                    seq.commit()
+                    keys, _ = seq.layer(0)
+                    with seq.fork() as other:
+                        other.truncate(70)
+                        if not holds(other, tokens, 70) or not holds(seq, tokens, 100):
+                            wrong.append((number, turn))
+                del keys, _
+                cache.match(tokens)
+        except BaseException as error:
+            wrong.append(error)
+            raise
+
+    threads = [threading.Thread(target=hammer, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    client.check()
+    (own,) = client.status().clients
+    assert (own.num_references, own.num_reserved, own.num_announced) == (0, 0, 0)
+
+
+def test_closing_while_a_thread_waits_ends_its_wait(daemon: Daemon, client: kvd_client.Client) -> None:
+    announced = client.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT)
+    waiting = kvd_client.connect(daemon.folder)
+    cache = waiting.cache(model=MODEL, layout=LAYOUT)
+    said: list[str] = []
+
+    def wait() -> None:
+        try:
+            cache.sequence(PROMPT, wait_s=60)
+        except kvd_client.KvdError as error:
+            said.append(type(error).__name__)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: sum(entry.num_waiting for entry in client.status().clients) == 3)
+    waiting.close()
+    for thread in threads:
+        thread.join()
+    assert said == ["ClientClosed"] * 3
+    announced.close()

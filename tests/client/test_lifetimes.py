@@ -1,0 +1,190 @@
+"""Tensors that outlive what they came from, and what must come back when everything is over."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvd_client
+from kvd.errors import DaemonRestarted
+from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
+from tests.support.daemon import Daemon
+from tests.support.wait import eventually
+
+PROMPT = list(range(200, 300))
+
+
+def figures(client: kvd_client.Client) -> dict[int, tuple[int, int]]:
+    client.check()
+    return {entry.session: (entry.num_references, entry.num_reserved) for entry in client.status().clients}
+
+
+def full_sequence(client: kvd_client.Client) -> kvd_client.Sequence:
+    seq = client.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT)
+    fill(seq, PROMPT)
+    seq.commit()
+    return seq
+
+
+# case B14
+@pytest.mark.parametrize("derive", ["layer", "array", "slice", "buffer"])
+def test_the_bytes_under_a_live_view_stay_until_it_dies(client: kvd_client.Client, derive: str) -> None:
+    seq = full_sequence(client)
+    view: object
+    if derive == "buffer":
+        view = seq.buffer(0, 100)[10:20]
+        right: object = bytes(view)
+    else:
+        view = {"layer": seq.layer(1)[0], "array": seq.array(), "slice": seq.array().transpose(0, 1)[1:2, 3:50]}[derive]
+        right = view.clone()
+    seq.close()
+    gc.collect()
+    session = client.session_id
+    assert figures(client)[session][0] == 6
+    # Whoever wants all memory cannot have these blocks.
+    cache = client.cache(model=MODEL, layout=LAYOUT, salt="other")
+    free = sum(pool.num_free for pool in client.status().pools)
+    with cache.allocate_sequence(free * 16) as noise:
+        noise.array(0, free * 16).fill_(9)
+    if isinstance(view, torch.Tensor):
+        assert isinstance(right, torch.Tensor)
+        assert torch.equal(view, right)
+    else:
+        assert bytes(view) == right  # type: ignore[call-overload]
+    del view
+    assert figures(client)[session] == (0, 0)
+
+
+# case B14
+def test_the_last_view_may_die_in_another_thread(client: kvd_client.Client) -> None:
+    seq = full_sequence(client)
+    box = [seq.layer(0)]
+    seq.close()
+    assert figures(client)[client.session_id] != (0, 0)
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    assert figures(client)[client.session_id] == (0, 0)
+
+
+# case B14
+def test_a_tensor_alone_keeps_its_block_and_the_session(daemon: Daemon) -> None:
+    with kvd_client.connect(daemon.folder) as observer:
+
+        def tensor() -> torch.Tensor:
+            client = kvd_client.connect(daemon.folder)
+            seq = full_sequence(client)
+            seq.truncate(50)
+            keys = seq.layer(1)[0]
+            client.close()
+            return keys
+
+        keys = tensor()
+        gc.collect()
+        assert len(figures(observer)) == 2
+        assert torch.equal(keys, keys_values(1, PROMPT, 0, 50)[0])
+        del keys
+        eventually(lambda: len(figures(observer)) == 1)
+
+
+def test_a_sequence_that_is_dropped_is_closed(client: kvd_client.Client) -> None:
+    seq = full_sequence(client)
+    seq.layer(0)
+    cycle = [seq]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del seq, cycle
+    gc.collect()
+    assert figures(client)[client.session_id] == (0, 0)
+
+
+def test_a_closed_clients_session_stays_as_long_as_a_tensor_needs_it(daemon: Daemon) -> None:
+    with kvd_client.connect(daemon.folder) as observer:
+        client = kvd_client.connect(daemon.folder)
+        seq, other = full_sequence(client), full_sequence(client)
+        keys, _values = seq.layer(2)
+        assert holds(other, PROMPT, 100)
+        client.close()
+        # What no view keeps went back at once; the rest is still the session's.
+        assert figures(observer)[client.session_id][0] == 6
+        assert torch.equal(keys, keys_values(2, PROMPT, 0, 100)[0])
+        del keys, _values
+        eventually(lambda: client.session_id not in figures(observer))
+
+
+# case B12
+def test_tensors_outlive_the_daemon(daemon: Daemon, client: kvd_client.Client) -> None:
+    seq = full_sequence(client)
+    keys, _values = seq.layer(1)
+    daemon.kill()
+    with pytest.raises(DaemonRestarted):
+        seq.extend(1000)
+    assert torch.equal(keys, keys_values(1, PROMPT, 0, 100)[0])
+    assert holds(seq, PROMPT, 100)
+    # What is reserved already can still be written: an engine finishes its step.
+    fill(seq, [*PROMPT, 1, 2, 3])
+    assert holds(seq, [*PROMPT, 1, 2, 3], 103)
+    seq.close()
+    client.close()
+    assert torch.equal(keys, keys_values(1, PROMPT, 0, 100)[0])
+
+
+def resources(pid: int) -> tuple[int, int, int]:
+    """Mappings, descriptors, resident KiB."""
+    maps = Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
+    rss = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return maps, len(list(Path(f"/proc/{pid}/fd").iterdir())), int(rss.split()[1])
+
+
+# case D6
+def test_two_hundred_attaches_leave_nothing_behind(daemon: Daemon, client: kvd_client.Client) -> None:
+    full_sequence(client).close()
+    cache = client.cache(model=MODEL, layout=LAYOUT)
+
+    def cycle(index: int) -> None:
+        with cache.sequence([*PROMPT, index]) as seq:
+            assert holds(seq, PROMPT, 96)
+            fill(seq, [*PROMPT, index])
+            seq.commit()
+            seq.fork().close()
+
+    for index in range(20):
+        cycle(index)
+    gc.collect()
+    before = resources(os.getpid()), resources(daemon.pid)
+    for index in range(200):
+        cycle(index)
+    gc.collect()
+    for (maps, fds, rss), (maps_then, fds_then, rss_then) in zip(
+        (resources(os.getpid()), resources(daemon.pid)), before, strict=True
+    ):
+        assert maps <= maps_then + 3
+        assert fds == fds_then
+        assert rss <= rss_then + 4096
+    assert figures(client)[client.session_id] == (0, 0)
+
+
+# case D6
+def test_two_hundred_sessions_leave_nothing_behind(daemon: Daemon, client: kvd_client.Client) -> None:
+    def cycle() -> None:
+        with kvd_client.connect(daemon.folder) as other:
+            full_sequence(other).close()
+
+    for _ in range(20):
+        cycle()
+    gc.collect()
+    before = resources(os.getpid()), resources(daemon.pid)
+    for _ in range(200):
+        cycle()
+    gc.collect()
+    eventually(lambda: len(client.status().clients) == 1)
+    for (maps, fds, rss), (maps_then, fds_then, rss_then) in zip(
+        (resources(os.getpid()), resources(daemon.pid)), before, strict=True
+    ):
+        assert maps <= maps_then + 5
+        assert fds <= fds_then
+        assert rss <= rss_then + 6144
