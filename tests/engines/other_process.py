@@ -1,0 +1,63 @@
+"""Another inference process: `python -m tests.engines.other_process RUNTIME_DIR MODEL SALT ATTENTION`, ids on stdin.
+
+MODEL is a folder that `save_pretrained` wrote, or "smollm2". Attaches, generates, and compares with a DynamicCache that
+computed the prompt in the same two parts. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import kvd_client
+from kvd.cli.demo import model as smollm2
+from kvd_client.engines.transformers import attach
+
+NUM_NEW = 12
+
+
+def generate(model: Any, input_ids: torch.Tensor, cache: Any) -> Any:
+    """Greedy ids and the logits of each step."""
+    return model.generate(
+        input_ids,
+        cache=cache,
+        max_new_tokens=NUM_NEW,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+
+
+def load(name: str, attention: str) -> Any:
+    if name == "smollm2":
+        return smollm2.load_model()
+    return AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention).eval()
+
+
+def main(runtime_dir: str, name: str, salt: str, attention: str) -> dict[str, Any]:
+    model = load(name, attention)
+    input_ids = torch.tensor([json.load(sys.stdin)])
+    with kvd_client.connect(runtime_dir) as client, attach(client, model, input_ids, salt=salt) as cache:
+        num_cached, num_copied = cache.num_cached_tokens, cache.num_copied_bytes
+        found = generate(model, input_ids, cache)
+        num_held = cache.get_seq_length()
+    control_cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        if num_cached:
+            model(input_ids[:, :num_cached], cache=control_cache)
+    control = generate(model, input_ids, control_cache)
+    return {
+        "num_cached": num_cached,
+        "num_copied": num_copied,
+        "num_held": num_held,
+        "tokens": found.sequences[0].tolist(),
+        "equal_logits": [torch.equal(*pair) for pair in zip(found.logits, control.logits, strict=True)],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))

@@ -1,0 +1,142 @@
+"""When blocks become visible to others, and what a generation does without the daemon."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import kvd_client
+from kvd.cli.demo.daemon import private_daemon
+from kvd.errors import DaemonRestarted, EngineUnsupported, InvalidRequest, InvalidTokens
+from kvd_client.engines.transformers import attach
+from tests.engines.adapters import adapted
+from tests.engines.tiny import greedy, prompt, tiny_model
+
+
+def test_blocks_are_published_step_by_step(client: kvd_client.Client, salt: str) -> None:
+    model, input_ids = tiny_model(), prompt()
+    with attach(client, model, input_ids, salt=salt) as cache, torch.no_grad():
+        model(input_ids[:, :50], cache=cache)
+        assert cache.sequence.num_sealed_tokens == 48
+        model(input_ids[:, 50:64], cache=cache)
+        assert cache.sequence.num_sealed_tokens == 64
+
+
+def test_nothing_is_published_before_commit_when_told_so(client: kvd_client.Client, salt: str) -> None:
+    model, input_ids = tiny_model(), prompt()
+    with attach(client, model, input_ids, salt=salt, publish=False) as cache:
+        greedy(model, input_ids, cache=cache)
+        assert cache.sequence.num_sealed_tokens == 0
+        assert cache.commit() == 96
+    with attach(client, model, input_ids, salt=salt) as cache:
+        assert cache.num_cached_tokens == 96
+
+
+def test_generated_tokens_are_found_too(client: kvd_client.Client, salt: str) -> None:
+    model = tiny_model()
+    with attach(client, model, prompt(), salt=salt) as cache:
+        output = greedy(model, prompt(), 40, cache=cache)
+    with attach(client, model, output, salt=salt) as cache:
+        assert cache.num_cached_tokens == 128
+        assert torch.equal(greedy(model, output, cache=cache), greedy(model, output))
+
+
+def test_a_materialized_prefix_gives_the_same_tokens(client: kvd_client.Client, salt: str) -> None:
+    model = tiny_model()
+    for num_cached in (0, 96):
+        with attach(client, model, prompt(), salt=salt, materialize=True) as cache:
+            assert cache.num_cached_tokens == num_cached
+            assert cache.num_copied_bytes == num_cached * cache.sequence.layout.token_nbytes
+            assert torch.equal(greedy(model, prompt(), cache=cache), greedy(model, prompt()))
+
+
+# case A4
+# case A5
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (tiny_model, lambda: tiny_model(seed=1)),
+        (tiny_model, lambda: tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 5000.0})),
+        (tiny_model, adapted),
+        (adapted, lambda: adapted(scale=0.2)),
+    ],
+    ids=["weights", "rope", "adapter", "content of an adapter of the same name"],
+)
+def test_other_weights_rope_or_adapters_miss(client: kvd_client.Client, salt: str, one: Any, two: Any) -> None:
+    first, second = one(), two()
+    for model, num_cached in ((first, 0), (second, 0), (first, 96), (second, 96)):
+        with attach(client, model, prompt(), salt=salt) as cache:
+            assert cache.num_cached_tokens == num_cached
+            assert torch.equal(greedy(model, prompt(), cache=cache), greedy(model, prompt()))
+
+
+def test_two_caches_on_one_model_at_once(client: kvd_client.Client, salt: str) -> None:
+    model, one, two = tiny_model(), prompt(seed=1), prompt(seed=2)
+    with attach(client, model, one, salt=salt) as first, attach(client, model, two, salt=salt, wait_s=0.0) as second:
+        assert torch.equal(greedy(model, two, cache=second), greedy(model, two))
+        assert torch.equal(greedy(model, one, cache=first), greedy(model, one))
+        with pytest.raises(InvalidRequest):
+            greedy(model, two, cache=first)
+
+
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_inference_mode_and_no_grad_may_take_turns(client: kvd_client.Client, salt: str, first: Any) -> None:
+    model, input_ids = tiny_model(), prompt()
+    second = torch.no_grad if first is torch.inference_mode else torch.inference_mode
+    with first():
+        cache = attach(client, model, input_ids, salt=salt)
+        model(input_ids[:, :40], cache=cache)
+    with second():
+        model(input_ids[:, 40:70], cache=cache)
+    assert torch.equal(greedy(model, input_ids, cache=cache), greedy(model, input_ids))
+    cache.close()
+
+
+@pytest.mark.parametrize("rows", [torch.ones(2, 5, dtype=torch.long), torch.ones(1, 2, 5, dtype=torch.long)])
+def test_only_one_prompt_can_be_attached(client: kvd_client.Client, rows: torch.Tensor) -> None:
+    with pytest.raises(InvalidTokens):
+        attach(client, tiny_model(), rows)
+
+
+def test_a_model_that_is_refused_leaves_nothing(client: kvd_client.Client) -> None:
+    with pytest.raises(EngineUnsupported):
+        attach(client, tiny_model().train(), prompt())
+
+
+def test_a_waiting_process_goes_on_after_the_prefill(client: kvd_client.Client, runtime_dir: Any, salt: str) -> None:
+    """Single flight: the second one need not wait for the end of the first one's generation."""
+    model, input_ids = tiny_model(), prompt()
+    attached = threading.Event()
+    found: list[int] = []
+
+    def second() -> None:
+        with kvd_client.connect(runtime_dir) as other, attach(other, tiny_model(), input_ids, salt=salt) as cache:
+            found.append(cache.num_cached_tokens)
+            attached.set()
+
+    with attach(client, model, input_ids, salt=salt) as cache:
+        thread = threading.Thread(target=second)
+        thread.start()
+        with torch.no_grad():
+            model(input_ids, cache=cache)
+        assert attached.wait(30)
+        thread.join()
+    assert found == [96]
+
+
+def test_a_generation_ends_well_without_its_daemon(salt: str) -> None:
+    model, input_ids = tiny_model(), prompt()
+    with (
+        private_daemon("--memory-budget", "64MiB", "--memory-segment", "4MiB") as daemon,
+        kvd_client.connect(daemon.runtime_dir) as client,
+        attach(client, model, input_ids, salt=salt) as cache,
+    ):
+        daemon.process.kill()
+        daemon.process.wait()
+        assert torch.equal(greedy(model, input_ids, 40, cache=cache), greedy(model, input_ids, 40))
+        assert isinstance(cache.publish_error, DaemonRestarted)
+        with pytest.raises(DaemonRestarted):
+            cache.commit()
