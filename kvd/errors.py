@@ -33,7 +33,14 @@
     │   ├── BlockCorrupt          it held something else; that was deleted
     │   ├── CodecUnavailable      the value's codec needs a library that is not installed here
     │   └── StaleGeneration       the namespace was flushed since the block was sealed
-    └── EngineUnsupported         an engine's model or call that cannot be served rightly
+    ├── EngineUnsupported         an engine's model or call that cannot be served rightly
+    └── CudaError                 the NVIDIA driver refused a call; its own name and text are in the message
+        ├── CudaUnavailable       no driver, no such card, or one that cannot be used
+        ├── CudaOutOfMemory       the card has not that much memory left
+        ├── CudaDeviceLost        the card, or this process's context on it, is gone for good
+        ├── CudaImportRefused     this process cannot map the daemon's device memory; it can use host memory
+        └── CudaMisuse            a call that is wrong whatever the card's state
+            └── CudaForked        the driver was started before a fork, and does not live in the child
 
 Each class has a `code` that travels on the wire (so a client in any language can tell them apart) and, where it can
 end a command, an `exit_code`. Foreign exceptions are mapped where they arise and chained with `from`.
@@ -268,6 +275,58 @@ class EngineUnsupported(KvdError):
 
     code = "engine-unsupported"
     exit_code = 10
+
+
+class CudaError(KvdError):
+    """The NVIDIA driver refused a call. The message ends with the driver's own name and text for it.
+
+    `call` is the driver function, `result` its return code; "" and 0 where kvd itself refused before any call.
+    """
+
+    code = "cuda-error"
+    exit_code = 11
+
+    def __init__(self, message: str = "", *, call: str = "", result: int = 0) -> None:
+        super().__init__(message)
+        self.call = call
+        self.result = result
+
+
+class CudaUnavailable(CudaError):
+    """No driver, no such card, or one that cannot be used here. The message says which, and what to do."""
+
+    code = "cuda-unavailable"
+
+
+class CudaOutOfMemory(CudaError, MemoryError):
+    """The card has not that much memory left. What was allocated before stays."""
+
+    code = "cuda-out-of-memory"
+    exit_code = 5
+
+
+class CudaDeviceLost(CudaError):
+    """The card fell off the bus or its context is broken: every later call fails too. End the process to recover."""
+
+    code = "cuda-device-lost"
+
+
+class CudaImportRefused(CudaError):
+    """This process cannot map the daemon's device memory. The message says why and what to do; host memory serves."""
+
+    code = "cuda-import-refused"
+
+
+class CudaMisuse(CudaError):
+    """A handle, address or size that the driver does not know, or a thread without a context. The caller erred."""
+
+    code = "cuda-misuse"
+
+
+class CudaForked(CudaMisuse):
+    """The driver was started in the parent of this process; it does not survive a fork. Use spawn."""
+
+    code = "cuda-forked"
 
 
 def _tree(root: type[KvdError]) -> dict[str, type[KvdError]]:

@@ -1,0 +1,87 @@
+"""Host memory that the card copies from and to by itself."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from types import TracebackType
+from typing import Self
+
+from kvd.cuda import Context, address_of
+from kvd.errors import CudaDeviceLost, CudaError
+
+LOCK_STEP_NBYTES = 1 << 30
+"""The driver holds locks of the whole machine while it pins: never for more than this in one call."""
+_log = logging.getLogger(__name__)
+_still_locked: list[mmap.mmap] = []
+"""Memory that the driver did not unlock: a copy may still come, so it stays mapped until the end of the process."""
+
+
+class PageLock:
+    """A page-locked range of this process, in pieces. It is unlocked before it is unmapped: `close()`, idempotent."""
+
+    def __init__(self, context: Context, address: int, nbytes: int, step_nbytes: int = LOCK_STEP_NBYTES) -> None:
+        """Takes about 0.1 s a GiB, with the GIL released. Raises `CudaError`; nothing is locked then."""
+        self._context = context
+        self._pieces: list[int] = []
+        try:
+            for offset in range(0, nbytes, step_nbytes):
+                context.register(address + offset, min(step_nbytes, nbytes - offset))
+                self._pieces.append(address + offset)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> bool:
+        """Waits for copies that use it. Never raises; a failure is logged, and False: then never unmap the range."""
+        unlocked = True
+        while self._pieces:
+            piece = self._pieces.pop()
+            if self._context.closed:
+                continue
+            try:
+                self._context.unregister(piece)
+            except CudaDeviceLost:
+                # Nothing copies on a card that is gone.
+                continue
+            except CudaError as error:
+                unlocked = False
+                _log.error("host memory stays page-locked: %s", error)
+        return unlocked
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StagingMemory:
+    """Host memory of our own for copies: page-locked where the driver allows it, else plain; `unlocked` says why."""
+
+    def __init__(self, context: Context, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._mapping: mmap.mmap | None = mmap.mmap(-1, nbytes)
+        self.address = address_of(self._mapping)
+        self.unlocked: str | None = None
+        self._lock: PageLock | None = None
+        try:
+            self._lock = PageLock(context, self.address, nbytes)
+        except CudaDeviceLost:
+            raise
+        except CudaError as error:
+            self.unlocked = str(error)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """A part of it, writable."""
+        if self._mapping is None:
+            raise ValueError("the staging memory was closed")
+        return memoryview(self._mapping)[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Unlocks it; it is unmapped with the last view. Idempotent."""
+        mapping, self._mapping = self._mapping, None
+        if self._lock is not None and not self._lock.close() and mapping is not None:
+            _still_locked.append(mapping)

@@ -1,0 +1,48 @@
+"""tools/gpu_check.py against the fake driver: it passes, notices what is wrong, says when there is nothing to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.fakecuda.machine import P40, RTX_3050, Card, FakeMachine
+from tests.support.processes import ROOT
+
+ROOMY_P40 = Card(P40.name, P40.uuid, 512, P40.compute_capability)
+
+
+def gpu_check(**environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tools/gpu_check.py")],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+
+
+def test_every_row_is_right_on_the_fake_driver(tmp_path):
+    done = gpu_check(**FakeMachine(tmp_path, ROOMY_P40, RTX_3050).environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 wrong, 0 differ from the fake; " in done.stdout
+    for kind in ("facts", "sharing", "torch", "codes", "rounds", "speed", "latency", "deaths"):
+        assert f"\n{kind} " in f"\n{done.stdout}"
+
+
+def test_a_driver_that_does_not_open_handles_is_noticed(tmp_path):
+    machine = FakeMachine(tmp_path, ROOMY_P40, RTX_3050)
+    done = gpu_check(**machine.environ, KVD_FAKECUDA_FAIL="cuIpcOpenMemHandle_v2:*=999")
+    assert done.returncode == 1
+    assert "sharing  stopped" in done.stdout
+    assert "CudaImportRefused" in done.stdout
+    assert "open of a dead owner's handle" not in done.stdout
+
+
+def test_without_a_card_one_line_says_so():
+    done = gpu_check(KVD_LIBCUDA="/nowhere/libcuda.so.1")
+    assert done.returncode == 11
+    assert done.stdout == ""
+    assert done.stderr.startswith("gpu-check: nothing to check, blocks live in host memory: no NVIDIA driver here")
+    assert done.stderr.count("\n") == 1
