@@ -118,6 +118,18 @@ class TierStatus(_Part, frozen=True):
     """Of the kind: server name and version, codec, and so on."""
 
 
+class MoverStatus(_Part, frozen=True):
+    """The threads that copy between the pools and the tiers below. `queued` and `running` are by rank of urgency."""
+
+    num_threads: int
+    num_threads_alive: int
+    num_thread_restarts: int
+    """Threads that died of a defect and were replaced."""
+    queued: dict[str, int]
+    running: dict[str, int]
+    counters: dict[str, int]
+
+
 class Snapshot(_Part, frozen=True):
     """Everything at one moment."""
 
@@ -134,3 +146,7 @@ class Snapshot(_Part, frozen=True):
     """Of the server: requests, bad frames, unknown tokens, stalls, and so on."""
     warnings: list[str]
     """One sentence each, with what to do."""
+    tiers: list[TierStatus] = []
+    """The tiers below the pools, nearest first."""
+    mover: MoverStatus | None = None
+    """None when there is no tier below."""

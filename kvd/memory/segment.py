@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -13,8 +14,9 @@ from typing import Self
 from kvd.block import PAGE_NBYTES
 from kvd.errors import InvalidLayout, OutOfMemory
 from kvd.memory.available import HUGE_PAGE_NBYTES
+from kvd.memory.resident import Window
 
-ALLOCATION_STEP_NBYTES = 64 << 20
+ALLOCATION_STEP_NBYTES = 16 << 20
 """Memory is taken in steps of this, so that a close or a shortage is noticed within some 20 ms."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -26,18 +28,27 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 class HostSegment:
     """`nbytes` of shared memory with two descriptors: `writable_fd`, and `read_only_fd` for those who only read.
 
-    Every page is allocated when the constructor returns, so touching the memory never raises SIGBUS. The size is
-    sealed, and the mode is 0400: whoever holds only `read_only_fd` can neither map it writable, nor make such a mapping
-    writable, nor re-open it writable as another user, nor resize or punch it; the kernel refuses.
+    Every page is there and zeroed when the constructor returns, so touching the memory never raises SIGBUS, and costs
+    no more than an entry of the page table. The size is sealed, and the mode is 0400: whoever holds only `read_only_fd`
+    can neither map it writable, nor make such a mapping writable, nor re-open it writable as another user, nor resize
+    or punch it; the kernel refuses.
 
     A context manager; `close()` is idempotent and gives the memory back even while others still hold descriptors.
     Made on any thread, used by one at a time.
     """
 
     def __init__(
-        self, nbytes: int, *, huge_pages: bool = False, before_step: Callable[[int], None] | None = None
+        self,
+        nbytes: int,
+        *,
+        huge_pages: bool = False,
+        collapse: bool = True,
+        before_step: Callable[[int], None] | None = None,
     ) -> None:
         """`before_step(remaining_nbytes)` is called before each allocation step and may raise to give up.
+
+        `huge_pages` takes them from those the machine has set aside (hugetlbfs); `collapse` has the kernel make
+        transparent ones as far as it can.
 
         Raises `InvalidLayout` for a size that is not whole pages, `OutOfMemory` when the memory cannot be had; what
         was allocated by then has been given back.
@@ -48,6 +59,7 @@ class HostSegment:
         self.nbytes = nbytes
         self.huge_pages = huge_pages
         self.writable_fd = self.read_only_fd = -1
+        self._mapping: mmap.mmap | None = None
         try:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             if huge_pages:
@@ -55,10 +67,12 @@ class HostSegment:
             self.writable_fd = os.memfd_create("kvd-segment", flags)
             os.fchmod(self.writable_fd, 0o400)
             self.read_only_fd = os.open(f"/proc/self/fd/{self.writable_fd}", os.O_RDONLY | os.O_CLOEXEC)
-            for offset in range(0, nbytes, ALLOCATION_STEP_NBYTES):
-                if before_step is not None:
-                    before_step(nbytes - offset)
-                os.posix_fallocate(self.writable_fd, offset, min(ALLOCATION_STEP_NBYTES, nbytes - offset))
+            with Window(min(ALLOCATION_STEP_NBYTES, nbytes)) as window:
+                for offset in range(0, nbytes, ALLOCATION_STEP_NBYTES):
+                    if before_step is not None:
+                        before_step(nbytes - offset)
+                    step_nbytes = min(ALLOCATION_STEP_NBYTES, nbytes - offset)
+                    window.make_real(self.writable_fd, offset, step_nbytes, huge_pages=collapse and not huge_pages)
             fcntl.fcntl(self.writable_fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as error:
             self.close()
@@ -67,8 +81,18 @@ class HostSegment:
             self.close()
             raise
 
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The daemon's own view of a part, writable, for copies. The segment is mapped at the first call.
+
+        Release it before the segment closes; the mapping stays as long as any view of it.
+        """
+        if self._mapping is None:
+            self._mapping = mmap.mmap(self.writable_fd, self.nbytes)
+        return memoryview(self._mapping)[offset : offset + nbytes]
+
     def close(self) -> None:
         """Gives the memory back to the machine and closes both descriptors. Never raises."""
+        self._mapping = None
         writable_fd, self.writable_fd = self.writable_fd, -1
         read_only_fd, self.read_only_fd = self.read_only_fd, -1
         if writable_fd >= 0:

@@ -235,6 +235,7 @@ class SegmentStock:
         return HostSegment(
             self.segment_nbytes,
             huge_pages=huge_pages,
+            collapse=self._huge_pages,
             before_step=self._before_huge_step if huge_pages else self._before_step,
         )
 

@@ -19,14 +19,18 @@ then takes effect, or raises with nothing changed (evictions that made room for 
 
     pool.pool_id, pool.tenant, pool.block_nbytes, pool.blocks_per_segment
     pool.add_segment() -> SegmentId                                   OutOfBlocks when the budget has no room any more
-    pool.begin(session, namespace, hashes, max_cached=, num_blocks=, announce=, may_wait=) -> Begun | WaitFor | Grow
+    pool.begin(session, namespace, hashes, max_cached=, num_blocks=, announce=, may_wait=,
+               ask_below=False) -> Begun | WaitFor | AskBelow | Grow
     pool.reserve(session, num_blocks) -> list[BlockId] | Grow
     pool.seal(session, namespace, blocks, hashes, checksums=None) -> list[BlockId]
     pool.retain(session, blocks, num_blocks=0) -> list[BlockId] | Grow
     pool.release(session, blocks=(), reserved=(), hashes=())          blocks from head to tail of their sequence
     pool.match(hashes) -> int; pool.checksums(session, blocks) -> list[int]
-    pool.begin_fill(namespace, hash) -> FillTicket | Grow | None; pool.complete_fill(ticket, ok)
-    pool.spill_candidates(limit); pool.begin_spill(block) -> SpillTicket; pool.complete_spill(ticket, ok)
+    pool.begin_fill(namespace, hash, hold=0) -> FillTicket | Grow | None; pool.complete_fill(ticket, ok)
+    pool.hold(hashes) -> int; pool.end_hold(hold)                     what a promotion gathered stays until it is taken
+    pool.num_expendable, pool.num_attainable                          what watermarks compare
+    pool.spill_candidates(limit, newest_first=, accept=); pool.without_copy(hashes)
+    pool.begin_spill(block) -> SpillTicket; pool.complete_spill(ticket, ok); pool.forget_corrupt(hash)
     pool.drop_namespace(digest) -> int                                flush
 
 Raises `OutOfBlocks`, `QuotaExceeded`, `OutOfMemory` (growth failed and the pool has no memory at all), `NotOwned`,
@@ -37,6 +41,7 @@ from __future__ import annotations
 
 from kvd.pool.namespaces import NamespaceCounters
 from kvd.pool.outcomes import (
+    AskBelow,
     Begun,
     BudgetUsage,
     DroppedSegment,
@@ -50,6 +55,7 @@ from kvd.pool.pool import Pool
 from kvd.pool.pools import Pools
 
 __all__ = [
+    "AskBelow",
     "Begun",
     "BudgetUsage",
     "DroppedSegment",

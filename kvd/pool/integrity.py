@@ -106,6 +106,9 @@ def _check_lru(pool: Pool) -> None:
         _fail(pool, "the LRU lists do not hold exactly the sealed blocks nobody references")
     if len(linked) != store.num_idle:
         _fail(pool, f"{len(linked)} blocks are idle, {store.num_idle} are counted")
+    num_copied = sum(1 for _ in store.idle_copied.oldest_first())
+    if num_copied != store.num_idle_copied:
+        _fail(pool, f"{num_copied} idle blocks have a copy below, {store.num_idle_copied} are counted")
 
 
 def _walk(pool: Pool, lru: LruList) -> Iterable[Block]:
@@ -157,6 +160,8 @@ def _check_references(pool: Pool, leases: list[Lease]) -> None:
             counted[block_id] += lease.count(block_id)
     for block, _ in pool.transfers.spills.values():
         counted[block.id] += 1
+    for held in pool.transfers.holds.values():
+        counted.update(block.id for block in held)
     for block in store.blocks():
         if block.num_references != counted[block.id]:
             _fail(pool, f"block {block.id} counts {block.num_references} references, {counted[block.id]} are held")

@@ -78,7 +78,7 @@ class Lease:
         """One reference more for every entry. Returns the ids."""
         held, before = self.held, len(self.held)
         block_ids = [block.id for block in blocks]
-        fresh = held.keys().isdisjoint(block_ids)
+        fresh = not held or held.keys().isdisjoint(block_ids)
         if fresh:
             held.update(zip(block_ids, blocks, strict=True))
             if len(held) - before < len(block_ids):

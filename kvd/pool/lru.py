@@ -42,6 +42,13 @@ class LruList:
             yield block
             block = block.newer
 
+    def newest_first(self) -> Iterator[Block]:
+        """Every block; the list must not change meanwhile."""
+        block = self.ends.older
+        while block is not self.ends:
+            yield block
+            block = block.older
+
     def put_back(self, block: Block) -> None:
         """Links an unlinked block where its stamp says, without making it look used.
 

@@ -13,6 +13,7 @@ class NamespaceCounters:
 
     __slots__ = (
         "adapter",
+        "asked_below",
         "block_tokens",
         "digest",
         "dropped_unspilled",
@@ -21,6 +22,7 @@ class NamespaceCounters:
         "evictions",
         "fills",
         "flushed",
+        "found_below",
         "has_salt",
         "hits",
         "lookups",
@@ -42,6 +44,8 @@ class NamespaceCounters:
         "fills",
         "spills",
         "flushed",
+        "asked_below",
+        "found_below",
     )
 
     def __init__(
@@ -77,6 +81,10 @@ class NamespaceCounters:
         self.spills = 0
         """Copies to a tier below that ended well."""
         self.flushed = 0
+        self.asked_below = 0
+        """Blocks missing here that the tiers below were asked for."""
+        self.found_below = 0
+        """Those of them that continued the resident prefix there."""
 
     def as_dict(self) -> dict[str, int]:
         """Counter name -> value."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvd.block import BlockId, ChainHash, NamespaceDigest, SegmentId
 
@@ -24,6 +24,18 @@ class WaitFor:
     """Somebody else is producing `hash`. Nothing is held; ask again when `Pools.take_woken` names it, or give up."""
 
     hash: ChainHash
+    is_filling: bool = field(default=False, compare=False)
+    """A promotion brings it up, rather than another session computing it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskBelow:
+    """Only the first `num_resident` blocks are here, and nobody is producing the next: a tier below may have it.
+
+    Nothing is held. Bring up what is there, or not, and ask again without `ask_below`.
+    """
+
+    num_resident: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,8 @@ class FillTicket:
     generation: int
     """Names this copy; never used again in its pool, so that a late or second completion is recognised."""
     hash: ChainHash
+    hold: int = 0
+    """The hold that takes a reference on the block once it is there; 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)

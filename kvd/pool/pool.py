@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import NoReturn
 
 from kvd.block import BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
@@ -11,16 +10,17 @@ from kvd.errors import InvalidRequest, OutOfBlocks, OutOfMemory, StateError
 from kvd.pool.announcements import Announcements
 from kvd.pool.blocks import Block
 from kvd.pool.budget import Budget
+from kvd.pool.exchange import Exchange
 from kvd.pool.leases import Lease
 from kvd.pool.namespaces import NamespaceCounters
-from kvd.pool.outcomes import Begun, FillTicket, Grow, SpillTicket, WaitFor
+from kvd.pool.outcomes import AskBelow, Begun, Grow, WaitFor
 from kvd.pool.quotas import Session
 from kvd.pool.sessions import Sessions
 from kvd.pool.store import BlockStore
 from kvd.pool.transfers import Transfers
 
 
-class Pool:
+class Pool(Exchange):
     """All segments of one tenant and one block size. Made by `Pools.pool`; loop thread only.
 
     No verb leaves half an effect behind. Where memory runs short, in this order: free blocks; `Grow` when the budget
@@ -89,11 +89,13 @@ class Pool:
         num_blocks: int,
         announce: bool,
         may_wait: bool,
-    ) -> Begun | WaitFor | Grow:
+        ask_below: bool = False,
+    ) -> Begun | WaitFor | AskBelow | Grow:
         """References the longest resident prefix (`max_cached` blocks at most) and reserves the rest of `num_blocks`.
 
         With `announce`, the missing hashes are announced from the last one on that another session computes already.
         With `may_wait`, a first missing block that somebody else is producing gives `WaitFor`, and nothing is held.
+        With `ask_below`, one that nobody is producing gives `AskBelow`, and nothing is held either.
         """
         lease_holder = self.sessions.get(session)
         lease = self._lease(lease_holder)
@@ -104,11 +106,14 @@ class Pool:
         limit = min(max_cached, num_blocks, len(hashes))
         cached = store.index.prefix(hashes, limit)
         num_cached = len(cached)
-        if may_wait and num_cached < limit:
+        if num_cached < limit and (may_wait or ask_below):
             missing = hashes[num_cached]
             if missing in store.index.filling or self.announcements.is_announced_by_another(missing, lease):
-                self.announcements.want(missing)
-                return WaitFor(missing)
+                if may_wait:
+                    self.announcements.want(missing)
+                    return WaitFor(missing, is_filling=missing in store.index.filling)
+            elif ask_below:
+                return AskBelow(num_cached)
         num_new = num_blocks - num_cached
         self._require_quota(lease_holder, lease, cached, num_new)
         if num_new > store.num_free and (grow := self._make_room(num_new, cached)):
@@ -230,43 +235,6 @@ class Pool:
     def checksums(self, session: SessionId, blocks: Sequence[BlockId]) -> list[int]:
         """What was given when the blocks were sealed, 0 for none. The session references all of them, or `NotOwned`."""
         return [block.checksum for block in self._lease(self.sessions.get(session)).references(blocks)]
-
-    def begin_fill(self, namespace: NamespaceCounters, chain_hash: ChainHash) -> FillTicket | Grow | None:
-        """A block to promote `chain_hash` into; None when it is resident or on its way, or nothing may make room."""
-        self._require_own(namespace)
-        index = self.store.index
-        if chain_hash in index.sealed or chain_hash in index.filling:
-            return None
-        if not self.store.num_free:
-            try:
-                grow = self._make_room(1, ())
-            except (OutOfBlocks, OutOfMemory):
-                return None
-            if grow:
-                return grow
-        (block,) = self.store.take(1, BlockState.FILLING)
-        self.num_allocations += 1
-        self.store.fill(block, namespace, chain_hash)
-        return self.transfers.begin_fill(namespace, block)
-
-    def complete_fill(self, ticket: FillTicket, ok: bool) -> None:
-        """The promotion ended. A ticket that is not open (any more) changes nothing."""
-        self.transfers.complete_fill(ticket, ok=ok)
-
-    def spill_candidates(self, limit: int) -> list[BlockId]:
-        """Idle blocks without a copy below, those first that would be evicted first."""
-        return [block.id for block in islice(self.store.idle.oldest_first(), limit)]
-
-    def begin_spill(self, block: BlockId) -> SpillTicket:
-        """The block's bytes stay as they are until the completion. Raises `StateError` unless it can be spilled."""
-        record = self.store.block(block)
-        if record is None:
-            raise StateError(f"block {block} is free; it cannot be spilled")
-        return self.transfers.begin_spill(record)
-
-    def complete_spill(self, ticket: SpillTicket, ok: bool) -> None:
-        """The copy ended. A ticket that is not open (any more) changes nothing."""
-        self.transfers.complete_spill(ticket, ok=ok)
 
     def drop_namespace(self, digest: NamespaceDigest) -> int:
         """Flush: no block of the namespace is found from now on; referenced ones are freed by their last release.

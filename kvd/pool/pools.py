@@ -90,6 +90,11 @@ class Pools:
         """The pool of that number, which an outcome or a cache handle named."""
         return self._pools[pool_id]
 
+    @property
+    def all(self) -> tuple[Pool, ...]:
+        """Every pool, by id."""
+        return tuple(self._pools)
+
     def set_budget(self, nbytes: int) -> None:
         """Shrinks by retiring segments, unpinned and coldest first; grows later, on demand.
 

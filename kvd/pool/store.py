@@ -46,6 +46,8 @@ class BlockStore:
         self.num_referenced = 0
         """Sealed blocks with a reference; the other sealed ones are idle and may be evicted."""
         self.num_references = 0
+        self.num_idle_copied = 0
+        """Idle blocks with a copy below: whoever needs room loses nothing by taking theirs."""
         self.num_segments_dropped = 0
 
     @property
@@ -109,8 +111,19 @@ class BlockStore:
         block.hash, block.namespace = chain_hash, namespace
         self.index.filling[chain_hash] = block
 
-    def publish(self, block: Block, namespace: NamespaceCounters, chain_hash: ChainHash, checksum: int = 0) -> None:
-        """RESERVED -> SEALED with one reference, or FILLING -> SEALED without: from now on others find it."""
+    def publish(
+        self,
+        block: Block,
+        namespace: NamespaceCounters,
+        chain_hash: ChainHash,
+        checksum: int = 0,
+        *,
+        has_copy_below: bool = True,
+    ) -> None:
+        """RESERVED -> SEALED with one reference, or FILLING -> SEALED without: from now on others find it.
+
+        `has_copy_below` matters to a filled block only: what a writer seals is new everywhere.
+        """
         was_reserved = block.state is BlockState.RESERVED
         move(block, BlockState.SEALED)
         block.hash, block.namespace, block.checksum = chain_hash, namespace, checksum
@@ -123,26 +136,42 @@ class BlockStore:
             self.num_referenced += 1
             self.num_references += 1
         else:
-            block.has_copy_below = True
+            block.has_copy_below = has_copy_below
             block.stamp = self._clock.tick()
             self.num_filling -= 1
             self._settle(block)
 
     def reference(self, blocks: Sequence[Block]) -> None:
         """One reference more for every entry; sealed blocks only. From here on they cannot be evicted."""
-        num_pinned = 0
+        # This loop is what beginning a cached sequence costs. Blocks that were released together are neighbours in
+        # their list, each the older one of that before it: a run is unlinked by joining what lies on its two sides.
+        num_pinned = num_copied = num_in_segment = 0
+        segment = newer = older = None
         for block in blocks:
-            if not block.num_references:
-                # `unlink` written out: this loop is what beginning a cached sequence costs.
-                older, newer = block.older, block.newer
-                older.newer = newer
-                newer.older = older
-                block.older = block.newer = None  # type: ignore[assignment]
-                block.segment.num_idle -= 1
-                num_pinned += 1
-            block.num_references += 1
+            if block.num_references:
+                block.num_references += 1
+                continue
+            block.num_references = 1
+            if block is not older:
+                if newer is not None and older is not None:
+                    newer.older, older.newer = older, newer
+                newer = block.newer
+            older = block.older
+            block.older = block.newer = None  # type: ignore[assignment]
+            if block.segment is not segment:
+                if segment is not None:
+                    segment.num_idle -= num_in_segment
+                segment, num_in_segment = block.segment, 0
+            num_in_segment += 1
+            num_pinned += 1
+            if block.has_copy_below:
+                num_copied += 1
+        if segment is not None and newer is not None and older is not None:
+            newer.older, older.newer = older, newer
+            segment.num_idle -= num_in_segment
         self.num_referenced += num_pinned
         self.num_references += len(blocks)
+        self.num_idle_copied -= num_copied
 
     def unreference(self, blocks: Sequence[Block]) -> None:
         """One reference less for every entry, given from head to tail of a sequence.
@@ -152,8 +181,9 @@ class BlockStore:
         stamp = self._clock.tick()
         ends, ends_copied = self.idle.ends, self.idle_copied.ends
         active = SegmentState.ACTIVE
-        num_unpinned = 0
+        num_unpinned = num_copied = 0
         leaving: list[Block] = []
+        newest, newest_copied = ends.older, ends_copied.older
         for block in reversed(blocks):
             block.stamp = stamp
             block.num_references -= 1
@@ -164,15 +194,21 @@ class BlockStore:
             if block.hash is None or segment.state is not active:
                 leaving.append(block)
                 continue
-            newer = ends_copied if block.has_copy_below else ends
-            older = newer.older
-            older.newer = newer.older = block
-            block.older = older
-            block.newer = newer
+            # `newer` of the newest is set once the last one is known.
+            if block.has_copy_below:
+                block.older, newest_copied.newer = newest_copied, block
+                newest_copied = block
+                num_copied += 1
+            else:
+                block.older, newest.newer = newest, block
+                newest = block
             segment.num_idle += 1
             segment.last_used = stamp
+        newest.newer, ends.older = ends, newest
+        newest_copied.newer, ends_copied.older = ends_copied, newest_copied
         self.num_referenced -= num_unpinned
         self.num_references -= len(blocks)
+        self.num_idle_copied += num_copied
         if leaving:
             self.free(leaving)
 
@@ -202,6 +238,7 @@ class BlockStore:
             if block.newer is not None:
                 unlink(block)
                 segment.num_idle -= 1
+                self.num_idle_copied -= block.has_copy_below
             segment.blocks[block.id - segment.first] = None
             segment.num_free += 1
             if segment.state is SegmentState.ACTIVE:
@@ -271,6 +308,7 @@ class BlockStore:
             return
         (self.idle_copied if block.has_copy_below else self.idle).put_back(block)
         segment.num_idle += 1
+        self.num_idle_copied += block.has_copy_below
         segment.last_used = max(segment.last_used, block.stamp)
 
     def _drop_if_free(self, segment: Segment) -> None:

@@ -6,6 +6,8 @@ freed and a block being spilled holds the mover's reference, whatever happens to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvd.block import BlockState
 from kvd.errors import StateError
 from kvd.pool.announcements import Announcements
@@ -16,9 +18,22 @@ from kvd.pool.store import BlockStore
 
 
 class Transfers:
-    """The open copies of one pool by generation. A generation that is not open any more completes nothing."""
+    """The open copies of one pool by generation. A generation that is not open any more completes nothing.
 
-    __slots__ = ("_announcements", "_next_generation", "_store", "failed_fills", "failed_spills", "fills", "spills")
+    A *hold* keeps what a promotion has gathered so far from being evicted before whoever waits for it comes to take its
+    own references: a promoted block has a copy below and would be the first to go. Like every promotion it ends.
+    """
+
+    __slots__ = (
+        "_announcements",
+        "_next_generation",
+        "_store",
+        "failed_fills",
+        "failed_spills",
+        "fills",
+        "holds",
+        "spills",
+    )
 
     def __init__(self, store: BlockStore, announcements: Announcements) -> None:
         self._store = store
@@ -26,18 +41,38 @@ class Transfers:
         self._next_generation = 1
         self.fills: dict[int, Block] = {}
         self.spills: dict[int, tuple[Block, NamespaceCounters]] = {}
+        self.holds: dict[int, list[Block]] = {}
+        """The mover has one reference per entry."""
         self.failed_fills = 0
         self.failed_spills = 0
 
-    def begin_fill(self, namespace: NamespaceCounters, ticket_for: Block) -> FillTicket:
+    def begin_hold(self, blocks: Sequence[Block]) -> int:
+        """A new hold of these blocks."""
+        generation = self._generation()
+        self._store.reference(blocks)
+        self.holds[generation] = list(blocks)
+        return generation
+
+    def extend_hold(self, hold: int, block: Block) -> None:
+        """One block more, if the hold is still open."""
+        held = self.holds.get(hold)
+        if held is not None:
+            self._store.reference((block,))
+            held.append(block)
+
+    def end_hold(self, hold: int) -> None:
+        """Its references go back. One that is not open (any more) changes nothing."""
+        self._store.unreference(self.holds.pop(hold, ()))
+
+    def begin_fill(self, ticket_for: Block, hold: int) -> FillTicket:
         """`ticket_for` was taken as FILLING and given its hash."""
         if ticket_for.hash is None:
             raise StateError(f"block {ticket_for.id} is to be filled for no hash")
         generation = self._generation()
         self.fills[generation] = ticket_for
-        return FillTicket(self._store.pool_id, ticket_for.id, generation, ticket_for.hash)
+        return FillTicket(self._store.pool_id, ticket_for.id, generation, ticket_for.hash, hold)
 
-    def complete_fill(self, ticket: FillTicket, *, ok: bool) -> None:
+    def complete_fill(self, ticket: FillTicket, *, ok: bool, has_copy_below: bool) -> None:
         """Publishes the block if its outcome is still wanted, else frees it."""
         block = self.fills.pop(ticket.generation, None)
         if block is None:
@@ -50,7 +85,9 @@ class Transfers:
         del self._store.index.filling[ticket.hash]
         if ok:
             namespace.fills += 1
-            self._store.publish(block, namespace, ticket.hash)
+            self._store.publish(block, namespace, ticket.hash, has_copy_below=has_copy_below)
+            if block.hash is not None:  # else its segment retires, and it was freed at once
+                self.extend_hold(ticket.hold, block)
             self._announcements.end(ticket.hash)
         else:
             self._store.free([block])

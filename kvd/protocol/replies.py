@@ -66,9 +66,29 @@ class Sealed(_Reply, frozen=True, tag="sealed"):
 
 
 class Matched(_Reply, frozen=True, tag="matched"):
-    """Length of the resident prefix, in blocks."""
+    """Length of the resident prefix, in blocks, and how far it reaches with the tiers below.
+
+    `reach[i]` is the length of the prefix that the pool and the tiers up to `tiers[i]` have together. Both are empty
+    when there is no tier, or none answered in time.
+    """
 
     num_resident: int
+    tiers: list[str] = []
+    reach: list[int] = []
+
+
+class Flushed(_Reply, frozen=True, tag="flushed"):
+    """`num_blocks` left the pools; `untold` tiers are down, and are told before anything else is asked of them."""
+
+    num_namespaces: int
+    num_blocks: int
+    untold: list[str] = []
+
+
+class Spilling(_Reply, frozen=True, tag="spilling"):
+    """Idle blocks that have no copy below yet."""
+
+    num_left: int
 
 
 class StatusReply(_Reply, frozen=True, tag="status_reply"):
@@ -77,4 +97,4 @@ class StatusReply(_Reply, frozen=True, tag="status_reply"):
     snapshot: Snapshot
 
 
-Reply = Done | Failed | CacheOpened | Begun | Reserved | Sealed | Matched | StatusReply
+Reply = Done | Failed | CacheOpened | Begun | Reserved | Sealed | Matched | Flushed | Spilling | StatusReply

@@ -39,9 +39,11 @@ class Begin(_Request, frozen=True, tag="begin"):
 
     `hashes` are the chain hashes of all full blocks of the prompt; at most the first `max_cached` are attached, so
     that one token at least is left to compute. `num_blocks` is how many blocks the sequence wants in all, so
-    `num_blocks - cached` are reserved. With `announce`, the hashes not found are announced. `wait_s` bounds the wait for
-    a computation another session announced: None is the daemon's default, refused with `would-wait` when this session
-    has announcements of its own; 0 never waits.
+    `num_blocks - cached` are reserved. With `announce`, the hashes not found are announced.
+
+    `wait_s` bounds the wait for a computation another session announced, and for blocks that come up from the tiers
+    below. None is the daemon's default, which is refused with `would-wait` when this session has announcements of its
+    own, and gives up early on a tier that shows no progress. 0 never waits; what is below comes up for the next one.
     """
 
     cache: int
@@ -100,10 +102,37 @@ class Release(_Request, frozen=True, tag="release"):
 
 
 class Match(_Request, frozen=True, tag="match"):
-    """How far a prefix is resident, pinning and touching nothing; answered by `Matched`."""
+    """How far a prefix is resident, and reaches in the tiers below, pinning nothing; answered by `Matched`."""
 
     cache: int
     hashes: bytes
+
+
+class Prefetch(_Request, frozen=True, tag="prefetch"):
+    """Brings up what the tiers below have of a prefix; answered by `Done` at once, whatever comes of it."""
+
+    cache: int
+    hashes: bytes
+
+
+class Flush(_Request, frozen=True, tag="flush"):
+    """Makes namespaces unfindable, in the pools and every tier, for good; answered by `Flushed`.
+
+    `namespace` is one digest; with it empty, every namespace this daemon knows, or those of `model`. With `tier`, only
+    the tier of that name forgets, or the pools alone for "pool". Refused with `permission-refused` unless the namespace
+    is the asker's own (with isolation by uid), or the asker is root or the daemon's user.
+    """
+
+    namespace: bytes = b""
+    model: str = ""
+    tier: str = ""
+
+
+class Spill(_Request, frozen=True, tag="spill"):
+    """Copies every idle block that has no copy below down; answered by `Spilling` at once.
+
+    Ask again to follow how it goes. Who may ask is as for `Flush`, without being restricted to own namespaces.
+    """
 
 
 class Status(_Request, frozen=True, tag="status"):
@@ -114,4 +143,4 @@ class Check(_Request, frozen=True, tag="check"):
     """Verifies every invariant of the pools; answered by `Done`, or by `Failed` with `state-error` naming the fault."""
 
 
-Request = OpenCache | Begin | Reserve | Seal | Retain | Release | Match | Status | Check
+Request = OpenCache | Begin | Reserve | Seal | Retain | Release | Match | Prefetch | Flush | Spill | Status | Check

@@ -1,15 +1,18 @@
 """Policy: what each request means, in which order its effects happen, who waits for what. No sockets, no threads.
 
-Everything here runs on the loop thread. The pool decides about blocks, the stock makes memory; the service says when,
-and what to tell whom.
+Everything here runs on the loop thread. The pool decides about blocks, the stock makes memory, the mover copies between
+pools and the tiers below; the service says when, and what to tell whom. What it does with tiers is behind `below`:
+`promotion` brings up, `spilling` copies down, `flushing` forgets for good, `lineage` knows the generations.
 
 ## API (what the server codes against)
-    service = Service(pools=…, stock=…, epoch=…, settings=ServiceSettings(…), version=…, pid=…, runtime_dir=…)
+    service = Service(pools=…, stock=…, epoch=…, mover=None, settings=ServiceSettings(…), version=…, pid=…, …)
     session = service.open_session(Identity(pid, uid, gid), label=…, client_version=…)      -> SessionId
     service.end_session(session)          every lease goes back; idempotent
     service.handle(session, request)      one decoded `kvd.protocol.requests.Request`; never raises a KvdError
     service.on_memory_ready()             call when the stock's `on_ready` has fired (it fires on the stock's thread:
                                           let it write to an eventfd, and call this on the loop)
+    service.on_mover_done()               call when the mover's `on_ready` has fired, likewise
+    service.drain(wait)                   at a clean stop, once every session has ended and before the mover closes
     service.tick(now_s) -> float | None   call when a returned deadline (clock of `clock=`, time.monotonic) has passed
     service.next_deadline_s               the same figure, after any call
     service.outbox: deque[SendReply | SendGrant | SendRevoke]     drain it, in order, after every call

@@ -1,14 +1,17 @@
-"""The three requests that may have to wait: each can be tried again, and holds nothing until it succeeds."""
+"""The requests that may have to wait: each can be tried again, and holds nothing until it succeeds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvd.block import BlockId, ChainHash
-from kvd.pool import Grow, WaitFor
+from kvd.pool import AskBelow, Grow, WaitFor
 from kvd.protocol.replies import Begun, Reply, Reserved
-from kvd.protocol.requests import Begin, Reserve, Retain
+from kvd.protocol.requests import Begin, Request, Reserve, Retain
 from kvd.protocol.wire import pack_block_ids
 from kvd.service.checks import pack_checksums
 from kvd.service.parking import Parked
+from kvd.service.promotion import Promotion
 from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Cache, Session
 
@@ -16,11 +19,19 @@ from kvd.service.sessions import Cache, Session
 class Attempt(Parked):
     """One request, tried until it gives a reply or an error."""
 
-    __slots__ = ("cache", "memory_until_s", "num_segments", "request", "waits_for_blocks_until_s")
+    __slots__ = (
+        "cache",
+        "memory_until_s",
+        "num_segments",
+        "promotion",
+        "request",
+        "transit_until_s",
+        "waits_for_blocks_until_s",
+    )
 
-    request: Begin | Reserve | Retain
+    request: Request
 
-    def __init__(self, session: Session, cache: Cache, request: Begin | Reserve | Retain) -> None:
+    def __init__(self, session: Session, cache: Cache, request: Request) -> None:
         super().__init__(session)
         self.cache = cache
         self.request = request
@@ -30,19 +41,23 @@ class Attempt(Parked):
         """When it stops waiting for memory; set at its first `Grow`."""
         self.waits_for_blocks_until_s: float | None = None
         """Until when it prefers waiting to `OutOfBlocks`; None for not at all."""
+        self.transit_until_s: float | None = None
+        """Until when it waits for blocks that copies hold; set at the first `OutOfBlocks` that finds some."""
+        self.promotion: Promotion | None = None
+        """What is brought up for it; it is left when this attempt ends, or waits for other sessions."""
 
-    def run(self, table: SegmentTable) -> Reply | WaitFor | Grow:
+    def run(self, table: SegmentTable) -> Reply | WaitFor | AskBelow | Grow:
         """One try. On success the grants are queued already. Raises what the pool raises, with nothing changed."""
         raise NotImplementedError
 
     def stop_waiting_for_others(self) -> None:
-        """From now on no `WaitFor`."""
+        """From now on no `WaitFor` and no `AskBelow`."""
 
 
 class BeginAttempt(Attempt):
     """See `kvd.protocol.requests.Begin`."""
 
-    __slots__ = ("hashes", "may_wait", "wait_until_s", "waited")
+    __slots__ = ("ask_below", "hashes", "may_wait", "wait_until_s", "waited")
 
     request: Begin
 
@@ -55,20 +70,27 @@ class BeginAttempt(Attempt):
         *,
         wait_until_s: float | None,
         keeps_waiting_for_blocks: bool,
+        ask_below: bool,
     ) -> None:
-        """`wait_until_s` None for never waiting."""
+        """`wait_until_s` None for never waiting. `ask_below`: there are tiers that may have what is missing here."""
         super().__init__(session, cache, request)
         self.hashes = hashes
         self.may_wait = wait_until_s is not None
         self.wait_until_s = wait_until_s or 0.0
         self.waited = False
+        self.ask_below = ask_below
         if keeps_waiting_for_blocks:
             self.waits_for_blocks_until_s = wait_until_s
 
     def stop_waiting_for_others(self) -> None:
-        self.may_wait = False
+        self.may_wait = self.ask_below = False
 
-    def run(self, table: SegmentTable) -> Reply | WaitFor | Grow:
+    @property
+    def wanted(self) -> list[ChainHash]:
+        """The hashes whose blocks it would take."""
+        return self.hashes[: min(self.request.max_cached, self.request.num_blocks)]
+
+    def run(self, table: SegmentTable) -> Reply | WaitFor | AskBelow | Grow:
         request, session, cache = self.request, self.session, self.cache
         pool = cache.pool
         outcome = pool.begin(
@@ -79,8 +101,9 @@ class BeginAttempt(Attempt):
             num_blocks=request.num_blocks,
             announce=request.announce,
             may_wait=self.may_wait,
+            ask_below=self.ask_below,
         )
-        if isinstance(outcome, (WaitFor, Grow)):
+        if isinstance(outcome, (WaitFor, AskBelow, Grow)):
             return outcome
         blocks, num_cached = outcome.blocks, outcome.num_cached
         cached = blocks[:num_cached]
@@ -95,6 +118,19 @@ class BeginAttempt(Attempt):
             self.waited,
             pack_checksums(pool.checksums(session.id, cached)) if request.with_checksums else b"",
         )
+
+
+class AnswerAttempt(Attempt):
+    """A request whose reply waits for an answer from below, and says what is known by then."""
+
+    __slots__ = ("_answer",)
+
+    def __init__(self, session: Session, cache: Cache, request: Request, answer: Callable[[], Reply]) -> None:
+        super().__init__(session, cache, request)
+        self._answer = answer
+
+    def run(self, table: SegmentTable) -> Reply:
+        return self._answer()
 
 
 class ReserveAttempt(Attempt):

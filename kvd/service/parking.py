@@ -16,7 +16,9 @@ MEMORY: Final = "memory"
 """Waits for segments that are being made."""
 BlocksPlace = tuple[Literal["blocks"], int]
 """("blocks", pool id): waits for somebody to give blocks back."""
-Place = HashPlace | Literal["memory"] | BlocksPlace
+BelowPlace = tuple[Literal["below"], int]
+"""("below", number): waits for what a tier below answers or brings up."""
+Place = HashPlace | Literal["memory"] | BlocksPlace | BelowPlace
 
 
 class Parked:

@@ -7,10 +7,11 @@ from typing import cast
 
 from kvd.block import ChainHash, SessionId
 from kvd.errors import KvdError, OutOfBlocks, OutOfMemory, QuotaExceeded, WouldWait
-from kvd.pool import Grow, Pools, WaitFor
+from kvd.pool import AskBelow, Grow, Pool, Pools, WaitFor
 from kvd.protocol.replies import Reply
 from kvd.service.attempts import Attempt, BeginAttempt
 from kvd.service.parking import MEMORY, ParkingLot, Place
+from kvd.service.promotion import Grown, Promotions
 from kvd.service.segments import SegmentTable, Stock, wants_huge_pages
 from kvd.service.sessions import Session
 from kvd.service.settings import ServiceSettings
@@ -47,6 +48,10 @@ class Progress:
         self._reply = reply
         self._fail = fail
         self._memory_retry_at_s: float | None = None
+        self.promotions: Promotions | None = None
+        """None while there is no tier below."""
+        self.on_served: Callable[[Attempt], None] | None = None
+        """Told of every attempt that got its reply, after that was queued."""
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -63,12 +68,42 @@ class Progress:
         except KvdError as error:
             if self._waits_for_blocks(attempt, error):
                 return
-            self.lot.leave(attempt)
+            self._end(attempt)
             self._fail(attempt, error)
         else:
             if reply is not None:
-                self.lot.leave(attempt)
+                self._end(attempt)
                 self._reply(attempt.session, reply)
+                if self.on_served is not None:
+                    self.on_served(attempt)
+
+    def forget(self, session: Session) -> None:
+        """Everything an ended session waits for: nobody wants it any more."""
+        attempts = cast("list[Attempt]", list(session.parked))
+        self.lot.forget(session)
+        for attempt in attempts:
+            self._leave_promotion(attempt)
+
+    def wait_below(self, attempt: Attempt, number: int) -> None:
+        """Parks it until what has that number was answered, or hangs for too long."""
+        self.lot.park(attempt, ("below", number), self._clock() + self._settings.tiers.answer_s)
+
+    def answered_below(self, number: int) -> None:
+        """What those parked at ("below", number) wait for has come, or will not."""
+        place: Place = ("below", number)
+        for attempt in self.lot.at(place):
+            self._advance_parked(attempt, place)
+
+    def grow(self, pool: Pool) -> Grown:
+        """One segment more for a promotion, after everybody who waits for memory to go on at all."""
+        if not self.lot.at(MEMORY) and self._table.grow(pool, 1):
+            return "grown"
+        if self._stock.failed is not None:
+            self._pools.growth_failed(pool.pool_id, self._stock.failed)
+            self._schedule_memory_retry()
+            return "refused"
+        self._stock.request(1, huge_pages=wants_huge_pages(pool))
+        return "later"
 
     def settle(self) -> None:
         """After every change: memory that left its pool goes, and those whose turn has come are tried.
@@ -105,6 +140,8 @@ class Progress:
                 if attempt.num_segments > 0 and self._stock.failed is None:
                     break
             self._advance_parked(attempt, MEMORY)
+        if self.promotions is not None:
+            self.promotions.memory_ready()
 
     def tick(self, now_s: float) -> None:
         """Ends the stays that are over by `now_s`, and tries for memory again when it is time."""
@@ -119,6 +156,8 @@ class Progress:
                 attempt.waits_for_blocks_until_s = None
             if attempt.place is not None:
                 self.advance(attempt)
+        if self.promotions is not None:
+            self.promotions.memory_ready()  # whoever stood before them in the queue for memory may be gone
 
     def _try(self, attempt: Attempt) -> Reply | None:
         """A reply, or None when it is parked. Raises the error that ends it."""
@@ -126,7 +165,10 @@ class Progress:
         while True:
             outcome = attempt.run(self._table)
             if isinstance(outcome, WaitFor):
-                if self._waits_for_hash(cast("BeginAttempt", attempt), outcome.hash):
+                if self._waits_for_hash(cast("BeginAttempt", attempt), outcome):
+                    return None
+            elif isinstance(outcome, AskBelow):
+                if self._waits_for_answer(cast("BeginAttempt", attempt), outcome.num_resident):
                     return None
             elif isinstance(outcome, Grow):
                 if self._grows_at_once(attempt, outcome.num_segments):
@@ -144,8 +186,10 @@ class Progress:
             else:
                 return outcome
 
-    def _waits_for_hash(self, attempt: BeginAttempt, wanted: ChainHash) -> bool:
-        """Parks it for another session's computation; False when its time is over and it no longer waits."""
+    def _waits_for_hash(self, attempt: BeginAttempt, outcome: WaitFor) -> bool:
+        """Parks it until the hash is there or given up; False when its time is over and it no longer waits."""
+        if outcome.is_filling:
+            return self._waits_for_promotion(attempt, outcome.hash)
         if attempt.request.wait_s is None and self._pools.has_announcements(attempt.session.id):
             raise WouldWait(
                 "another session computes a block of this prompt, while this session has announced blocks of its own; "
@@ -154,17 +198,63 @@ class Progress:
         if self._clock() >= attempt.wait_until_s:
             attempt.stop_waiting_for_others()
             return False
+        self._leave_promotion(attempt)  # who waits for another session holds nothing
         attempt.waited = True
-        self.lot.park(attempt, (attempt.cache.pool.pool_id, wanted), attempt.wait_until_s)
+        self.lot.park(attempt, (attempt.cache.pool.pool_id, outcome.hash), attempt.wait_until_s)
         return True
+
+    def _waits_for_promotion(self, attempt: BeginAttempt, wanted: ChainHash) -> bool:
+        """Parks it for a block on its way up. No session can make it wait longer, so this is no part of any cycle."""
+        until_s = self._answer_until_s(attempt)
+        if self._clock() >= until_s or self.promotions is None:
+            attempt.stop_waiting_for_others()
+            return False
+        self.promotions.hurry(attempt.cache.pool, wanted)
+        attempt.waited = True
+        self.lot.park(attempt, (attempt.cache.pool.pool_id, wanted), until_s)
+        return True
+
+    def _waits_for_answer(self, attempt: BeginAttempt, num_resident: int) -> bool:
+        """Asks below, and parks it for the answer; False when it does not wait, or asking is no use."""
+        attempt.ask_below = False
+        if self.promotions is None:
+            return False
+        promotion = self.promotions.start(attempt.cache, attempt.wanted, num_resident, waited_for=attempt.may_wait)
+        if promotion is None or not attempt.may_wait:
+            return False
+        attempt.promotion = promotion
+        attempt.waited = True
+        self.lot.park(attempt, ("below", promotion.number), self._answer_until_s(attempt))
+        return True
+
+    def _answer_until_s(self, attempt: BeginAttempt) -> float:
+        """Until when it waits for a sign from below: a tier that hangs must not cost what computing would not."""
+        if attempt.request.wait_s is not None:
+            return attempt.wait_until_s
+        return min(attempt.wait_until_s, self._clock() + self._settings.tiers.answer_s)
+
+    def _end(self, attempt: Attempt) -> None:
+        self.lot.leave(attempt)
+        self._leave_promotion(attempt)
+
+    def _leave_promotion(self, attempt: Attempt) -> None:
+        promotion, attempt.promotion = attempt.promotion, None
+        if promotion is not None and self.promotions is not None:
+            self.promotions.leave(promotion)
 
     def _waits_for_blocks(self, attempt: Attempt, error: KvdError) -> bool:
         """Parks it until blocks come back, if it prefers that to the error. A quota is nobody else's to give back."""
-        until_s = attempt.waits_for_blocks_until_s
         if not isinstance(error, OutOfBlocks) or isinstance(error, QuotaExceeded):
             return False
-        if until_s is None or self._clock() >= until_s:
+        now_s, until_s = self._clock(), attempt.waits_for_blocks_until_s
+        if until_s is None or now_s >= until_s:
+            # It prefers the error; but what a copy holds would have been evicted for it, and comes back in a moment.
+            if attempt.transit_until_s is None and attempt.cache.pool.num_in_transit:
+                attempt.transit_until_s = now_s + self._settings.tiers.answer_s
+            until_s = attempt.transit_until_s
+        if until_s is None or now_s >= until_s:
             return False
+        self._leave_promotion(attempt)
         self.lot.park(attempt, ("blocks", attempt.cache.pool.pool_id), until_s)
         return True
 

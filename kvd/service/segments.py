@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -44,6 +44,8 @@ class SegmentTable:
         self._stock = stock
         self._outbox = outbox
         self._segments: dict[tuple[int, SegmentId], HostSegment] = {}
+        self._num_segments: Counter[int] = Counter()
+        """By pool."""
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -63,6 +65,7 @@ class SegmentTable:
                 self._stock.discard(segment)
                 raise
             self._segments[pool.pool_id, segment_id] = segment
+            self._num_segments[pool.pool_id] += 1
         return num_segments
 
     def grant(
@@ -78,10 +81,17 @@ class SegmentTable:
                 self._grant(session, pool_id, segment_id, writable=True)
                 granted_writable.add(segment_id)
                 granted.add(segment_id)
-        if readable:
+        # Whoever has them all, as sessions soon do, lacks none: a look at every block is a tenth of a long begin.
+        if readable and len(granted) < self._num_segments[pool_id]:
             for segment_id in _unknown_segments(readable, size, granted):
                 self._grant(session, pool_id, segment_id, writable=False)
                 granted.add(segment_id)
+
+    def view(self, pool: Pool, block: BlockId) -> memoryview:
+        """The bytes of one block, for a copy. Whoever takes it releases it while the block is still held."""
+        segment_id, index = divmod(block, pool.blocks_per_segment)
+        segment = self._segments[pool.pool_id, SegmentId(segment_id)]
+        return segment.view(index * pool.block_nbytes, pool.block_nbytes)
 
     def drop(self, dropped: DroppedSegment, sessions: Iterable[Session]) -> None:
         """Revokes a segment that left its pool and gives its memory back. Nobody maps a block of it any more."""
@@ -93,6 +103,7 @@ class SegmentTable:
                 session.granted_writable[pool_id].discard(segment_id)
                 revoked = SegmentRevoked(pool=pool_id, segment=segment_id)
                 self._outbox.append(SendRevoke(session.id, revoked))
+        self._num_segments[pool_id] -= 1
         self._stock.discard(self._segments.pop((pool_id, segment_id)))
 
     def close(self) -> None:

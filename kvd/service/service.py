@@ -12,12 +12,14 @@ from kvd.block import SessionId
 from kvd.errors import DaemonRestarted, InvalidLayout, KvdError, StateError
 from kvd.hashing import Namespace, namespace_digest, unpack_hashes
 from kvd.layout import KVLayout
-from kvd.pool import Pools
+from kvd.mover import Mover
+from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import CacheOpened, Done, Failed, Matched, Reply, Sealed, StatusReply
+from kvd.protocol.replies import CacheOpened, Done, Failed, Reply, Sealed, StatusReply
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd.service import status
-from kvd.service.attempts import Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
+from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
+from kvd.service.below import Below
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
 from kvd.service.identity import Identity, tenant_of
 from kvd.service.outbox import Outgoing, SendReply
@@ -25,6 +27,7 @@ from kvd.service.progress import Progress
 from kvd.service.segments import SegmentTable, Stock
 from kvd.service.sessions import Session
 from kvd.service.settings import ServerFigures, ServiceSettings
+from kvd.service.tier_verbs import TierVerbs
 from kvd.status import Snapshot
 
 _log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ class Service:
         pools: Pools,
         stock: Stock,
         epoch: int,
+        mover: Mover | None = None,
         settings: ServiceSettings | None = None,
         version: str = "",
         pid: int = 0,
@@ -72,6 +76,18 @@ class Service:
             reply=self._send,
             fail=self._fail_attempt,
         )
+        self.below: Below | None = None
+        """What is done with the tiers below; None without any."""
+        if mover is not None:
+            self.below = Below(
+                mover=mover,
+                pools=pools,
+                table=self._table,
+                progress=self._progress,
+                settings=self.settings.tiers,
+                clock=clock,
+            )
+        tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
             requests.OpenCache: self._open_cache,
             requests.Begin: self._begin,
@@ -79,7 +95,10 @@ class Service:
             requests.Seal: self._seal,
             requests.Retain: self._retain,
             requests.Release: self._release,
-            requests.Match: self._match,
+            requests.Match: tiers.match,
+            requests.Prefetch: tiers.prefetch,
+            requests.Flush: tiers.flush,
+            requests.Spill: tiers.spill,
             requests.Status: self._status,
             requests.Check: self._check,
         }
@@ -107,9 +126,10 @@ class Service:
         if session is None:
             return
         # Its waits first: what its end wakes must not find it in the queue.
-        self._progress.lot.forget(session)
+        self._progress.forget(session)
         self.pools.end_session(session_id)
         self._progress.blocks_came_back = True
+        self._blocks_moved(*{cache.pool for cache in session.caches.values()})
         self._progress.settle()
 
     # Requests.
@@ -138,8 +158,16 @@ class Service:
         self._progress.memory_ready()
         self._progress.settle()
 
+    def on_mover_done(self) -> None:
+        """The mover has carried something out, or heard of a flush by somebody else."""
+        if self.below is not None:
+            self.below.mover_done()
+        self._progress.settle()
+
     def tick(self, now_s: float) -> float | None:
         """Ends the waits that are over; the next moment at which this has something to do."""
+        if self.below is not None:
+            self.below.tick(now_s)
         self._progress.tick(now_s)
         self._progress.settle()
         return self.next_deadline_s
@@ -147,7 +175,18 @@ class Service:
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do; None while nothing waits."""
-        return self._progress.next_deadline_s
+        deadline_s = self._progress.next_deadline_s
+        if self.below is None:
+            return deadline_s
+        return self.below.next_deadline_s if deadline_s is None else min(deadline_s, self.below.next_deadline_s)
+
+    def drain(self, wait: Callable[[float], object]) -> None:
+        """For a clean stop, when every session has ended: copies to the tiers what would be lost.
+
+        `wait(seconds)` waits until the mover has something to give back, that long at most.
+        """
+        if self.below is not None:
+            self.below.drain(wait)
 
     def set_budget(self, budget_nbytes: int) -> None:
         """From now on at most this much memory; segments leave as soon as nobody holds a block of them."""
@@ -165,12 +204,14 @@ class Service:
         return status.control_counters(self)
 
     def close(self) -> None:
-        """Destroys every segment that belongs to a pool; nothing may be called after."""
+        """Destroys every segment that belongs to a pool; nothing may be called after. The mover is closed before."""
+        if self.below is not None:
+            self.below.close()
         self._table.close()
 
     # One method per verb; each returns its reply, or None when that comes later or never.
 
-    def _open_cache(self, session: Session, request: requests.OpenCache) -> Reply:
+    def _open_cache(self, session: Session, request: requests.OpenCache) -> Reply | None:
         layout = KVLayout(
             num_layers=request.num_layers,
             num_kv_heads=request.num_kv_heads,
@@ -205,7 +246,7 @@ class Service:
                 block_tokens=layout.block_tokens,
             )
             cache = session.add_cache(pool, digest, counters, layout.block_tokens)
-        return CacheOpened(
+        reply = CacheOpened(
             request.request_id,
             self.epoch,
             cache.handle,
@@ -214,6 +255,12 @@ class Service:
             cache.pool.blocks_per_segment,
             self.stock.segment_nbytes,
         )
+        number = None if self.below is None else self.below.open(cache, layout)
+        if number is None:
+            return reply
+        # A block sealed before its generation is known could not be told from one that a flush was to end.
+        self._progress.wait_below(AnswerAttempt(session, cache, request, lambda: reply), number)
+        return None
 
     def _begin(self, session: Session, request: requests.Begin) -> None:
         cache = session.cache(request.cache)
@@ -229,6 +276,7 @@ class Service:
             hashes,
             wait_until_s=self.clock() + wait_s if wait_s > 0 else None,
             keeps_waiting_for_blocks=request.wait_s is not None,
+            ask_below=self.below is not None,
         )
         self._progress.advance(attempt)
 
@@ -244,16 +292,15 @@ class Service:
     def _seal(self, session: Session, request: requests.Seal) -> Reply:
         cache = session.cache(request.cache)
         blocks = unpack_block_ids(request.blocks)
+        hashes = unpack_hashes(request.hashes)
         checksums = unpack_checksums(request.checksums, len(blocks))
         sealed = cache.pool.seal(
-            session.id,
-            cache.namespace,
-            blocks,
-            unpack_hashes(request.hashes),
-            checksums if self.settings.checksums else None,
+            session.id, cache.namespace, blocks, hashes, checksums if self.settings.checksums else None
         )
         if sealed:
             self._table.grant(session, cache.pool, readable=sealed)
+        if self.below is not None:
+            self.below.spilling.sealed(cache.pool, hashes)
         return Sealed(request.request_id, self.epoch, pack_block_ids(sealed))
 
     def _release(self, session: Session, request: requests.Release) -> Reply | None:
@@ -265,11 +312,8 @@ class Service:
             hashes=unpack_hashes(request.hashes),
         )
         self._progress.blocks_came_back = True
+        self._blocks_moved(cache.pool)
         return Done(request.request_id, self.epoch) if request.ack else None
-
-    def _match(self, session: Session, request: requests.Match) -> Reply:
-        cache = session.cache(request.cache)
-        return Matched(request.request_id, self.epoch, cache.pool.match(unpack_hashes(request.hashes)))
 
     def _status(self, _session: Session, request: requests.Status) -> Reply:
         return StatusReply(request.request_id, self.epoch, self.snapshot())
@@ -278,10 +322,18 @@ class Service:
         self.pools.check_integrity()
         return Done(request.request_id, self.epoch)
 
+    def _blocks_moved(self, *pools: Pool) -> None:
+        if self.below is not None:
+            self.below.blocks_moved(pools)
+
     # Replies and errors.
 
     def _send(self, session: Session, reply: Reply) -> None:
         self.outbox.append(SendReply(session.id, reply))
+
+    def _send_late(self, session: Session, reply: Reply) -> None:
+        if session.id in self.sessions:
+            self._send(session, reply)
 
     def _fail_attempt(self, attempt: Attempt, error: KvdError) -> None:
         self._fail(attempt.session, attempt.request, error)

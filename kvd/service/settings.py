@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,7 +34,9 @@ class TierSettings:
     retry_s: float = 0.5
     """How long spilling rests after a tier did not take a block."""
     poll_s: float = 5.0
-    """How often the tiers are asked whether somebody else flushed a namespace, and what they hold."""
+    """How often the tiers are asked whether somebody else flushed a namespace."""
+    measure_s: float = 30.0
+    """How often they are asked what they hold, which makes a Redis look at every key."""
     max_spilling_nbytes: int = 64 << 20
     """Bytes on their way down at the same time."""
 
@@ -52,6 +55,8 @@ class ServiceSettings:
     memory_retry_s: float = 5.0
     """How long after memory could not be had it is tried again."""
     max_caches_per_session: int = 256
+    admin_uids: frozenset[int] = field(default_factory=lambda: frozenset({0, os.geteuid()}))
+    """Users who may flush and spill what is not their own."""
     checksums: bool = True
     """Whether checksums given at a seal are kept and handed back."""
     tiers: TierSettings = field(default_factory=TierSettings)

@@ -38,6 +38,8 @@ def snapshot(service: Service) -> Snapshot:
         ],
         counters={**service.counters, **figures.counters},
         warnings=[*service.settings.warnings, *_warnings(service, usage, len(figures.stalled))],
+        tiers=[] if service.below is None else service.below.statuses(),
+        mover=None if service.below is None else service.below.mover_status(),
     )
 
 
@@ -86,4 +88,10 @@ def _warnings(service: Service, usage: BudgetUsage, num_stalled: int) -> list[st
         )
     if num_stalled:
         found.append(f"{num_stalled} client(s) do not read their replies; `kvd status` marks them stalled.")
+    if service.below is not None:
+        found += [
+            f"The {tier.name} tier is {tier.state}, memory serves on: {tier.reason}"
+            for tier in service.below.statuses()
+            if tier.state != "up"
+        ]
     return found

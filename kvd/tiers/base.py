@@ -98,6 +98,14 @@ class Tier(abc.ABC):
         of the namespace is read or written here again.
         """
 
+    def was_flushed(self, namespace: NamespaceDigest) -> bool:
+        """Whether the generation last learnt began with a flush, as far as is known without asking.
+
+        False for one that was simply the first, or began because the tier had forgotten. Who learns another generation
+        than he knew, or learns it after he sealed blocks, must drop those if it did.
+        """
+        return False
+
     def take_flushed(self) -> list[NamespaceDigest]:
         """Namespaces seen flushed by somebody else since the last call: drop them from the pool and other tiers."""
         return []

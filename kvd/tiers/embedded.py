@@ -137,6 +137,7 @@ class EmbeddedServer:
             self._thread.join()
             self._thread = None
             os.close(self._stop_fd)
+            self._log_path.unlink(missing_ok=True)  # a clean stop leaves nothing in the runtime folder
 
     def __enter__(self) -> Self:
         self.start()
@@ -254,6 +255,6 @@ def check_persistence_dir(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise RuntimeFolderError(f"the persistence folder {path} cannot be made: {error}") from error
+        raise RuntimeFolderError(f"the persistence folder {path} cannot be made: {error.strerror}") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise RuntimeFolderError(f"the persistence folder {path} cannot be written by uid {os.getuid()}")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvd.block import NamespaceDigest
+from kvd.errors import TierUnavailable
 from kvd.tiers.base import Generation
 from kvd.tiers.embedded import EmbeddedOptions, EmbeddedServer, check_persistence_dir
 from kvd.tiers.embedded_config import find_server
@@ -18,6 +22,8 @@ from kvd.tiers.redis_url import RedisAddress
 from kvd.tiers.resp_connection import ErrorReply, command
 
 _PREPARE_TIMEOUT_S = 1.0
+_FIRST_START_S = 1.0
+"""How long the first calls wait for the server, which mostly takes a twentieth of that."""
 
 
 class EmbeddedRedisTier(RedisTier):
@@ -42,6 +48,7 @@ class EmbeddedRedisTier(RedisTier):
         binary = binary or find_server()
         self.server = EmbeddedServer(binary, embedded, prepare=self._tell_flushes)
         super().__init__(self.server.address, options, name=name, records_expire=False, on_flush=self._record_flush)
+        self._patient_until_s = time.monotonic() + _FIRST_START_S
         self.server.start()
 
     def details(self) -> dict[str, str]:
@@ -56,6 +63,15 @@ class EmbeddedRedisTier(RedisTier):
         """Stops the server, which writes its snapshot."""
         super().close()
         self.server.stop()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        # Else whoever uses a namespace just after the start would find the tier down, and a fault in its counters.
+        if not self._closed and not self.server.is_up and (left_s := self._patient_until_s - time.monotonic()) > 0:
+            with suppress(TierUnavailable):
+                self.server.wait_until_up(left_s)
+        with super()._call():
+            yield
 
     def _record_flush(self, namespace: NamespaceDigest, generation: Generation) -> None:
         if self._journal is not None:

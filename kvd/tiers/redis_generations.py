@@ -64,6 +64,11 @@ class Generations:
                 self._flushed_elsewhere.add(namespace)
             return generation
 
+    def was_flushed(self, namespace: NamespaceDigest) -> bool:
+        """Whether the known generation began with a flush."""
+        with self._lock:
+            return namespace in self._known and self._known[namespace][1]
+
     def stale(self, namespace: NamespaceDigest, generation: Generation) -> StaleGeneration | None:
         """The error for a put under `generation`, or None when it is the known one."""
         with self._lock:

@@ -200,6 +200,10 @@ class RedisTier(Tier):
                 self._sweep(namespace, generation)
             return generation
 
+    def was_flushed(self, namespace: NamespaceDigest) -> bool:
+        """As in the contract: the record in Redis says so."""
+        return self._generations.was_flushed(namespace)
+
     def take_flushed(self) -> list[NamespaceDigest]:
         """As in the contract."""
         return self._generations.take_flushed()

@@ -133,7 +133,7 @@ def test_giving_up_between_two_steps_leaves_nothing_behind() -> None:  # case D1
 
     with pytest.raises(OutOfMemory, match="somebody else"):
         HostSegment(128 * MIB, before_step=memory_runs_short)
-    assert asked == [128, 64]
+    assert asked == [128, 112]
     assert open_descriptors() == before
 
 

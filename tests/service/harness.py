@@ -10,12 +10,14 @@ from kvd.block import BlockId, ChainHash, SessionId
 from kvd.hashing import pack_hashes
 from kvd.layout import KVLayout
 from kvd.memory import HostSegment
+from kvd.mover import Mover
 from kvd.pool import Pools
 from kvd.protocol import requests
 from kvd.protocol.replies import Begun, CacheOpened, Done, Failed, Matched, Reply, Reserved, Sealed, StatusReply
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd.service import Identity, SendGrant, SendReply, SendRevoke, Service, ServiceSettings
 
+SETTINGS = ServiceSettings(default_wait_s=10.0, max_wait_s=60.0, growth_wait_s=3.0)
 BLOCK_NBYTES = 4096
 BLOCKS_PER_SEGMENT = 4
 SEGMENT_NBYTES = BLOCK_NBYTES * BLOCKS_PER_SEGMENT
@@ -99,6 +101,7 @@ class House:
         session_quota_blocks: int | None = None,
         uid_quota_blocks: int | None = None,
         settings: ServiceSettings | None = None,
+        mover: Mover | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.stock = HandStock()
@@ -112,7 +115,8 @@ class House:
             pools=self.pools,
             stock=self.stock,
             epoch=EPOCH,
-            settings=settings or ServiceSettings(default_wait_s=10.0, max_wait_s=60.0, growth_wait_s=3.0),
+            settings=settings or SETTINGS,
+            mover=mover,
             version="1.2.3",
             pid=99,
             runtime_dir="/run/kvd",
@@ -132,7 +136,7 @@ class House:
             client = self.clients[item.session]
             assert item.session in self.service.sessions, "something was sent to a session that ended"
             if isinstance(item, SendReply):
-                client.replies.append(item.message)
+                client.received(item.message)
             elif isinstance(item, SendGrant):
                 client.granted(item)
             else:
@@ -176,6 +180,9 @@ class Client:
         self.digest = b""
         self._request_id = 0
 
+    def received(self, reply: Reply) -> None:
+        self.replies.append(reply)
+
     def granted(self, item: SendGrant) -> None:
         key = item.message.pool, item.message.segment
         assert self.segments.get(key) is not True, "a segment is granted writable once"
@@ -201,8 +208,10 @@ class Client:
     def latest(self) -> int:
         return self._request_id
 
-    def open(self, **changes: object) -> CacheOpened:
-        request: dict[str, object] = {
+    @staticmethod
+    def opening() -> dict[str, object]:
+        """The fields of a request that opens a cache."""
+        return {
             "model": "model",
             "engine": "raw/1",
             "positional": "",
@@ -215,6 +224,9 @@ class Client:
             "block_tokens": LAYOUT.block_tokens,
             "block_nbytes": LAYOUT.block_nbytes,
         }
+
+    def open(self, **changes: object) -> CacheOpened:
+        request = self.opening()
         reply = expect(CacheOpened, self.ask(requests.OpenCache, **(request | changes)))
         self.pool, self.digest = reply.pool, reply.digest
         return reply

@@ -32,9 +32,9 @@ class Daemon:
     """One daemon process. `start()` waits until it is ready; `log()` is what it wrote."""
 
     def __init__(self, folder: Path, **config: Any) -> None:
-        """`config`: sections of `kvd.config.schema.Config` as dicts."""
+        """`config`: sections of `kvd.config.schema.Config` as dicts. No tier below the pools unless it names one."""
         self.folder = folder
-        self._config = {"runtime_dir": str(folder), **config}
+        self._config = {"runtime_dir": str(folder), "tiers": {"redis": {"url": ""}}, **config}
         self._log = folder.parent / f"{folder.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -21,6 +21,7 @@ class DictTier(Tier):
         self.blocks: dict[TierKey, bytes] = {}
         self._max_blocks = max_blocks
         self._generations: Counter[NamespaceDigest] = Counter()
+        self._flushed_elsewhere: list[NamespaceDigest] = []
         self._lock = threading.Lock()
         self._counters = TierCounters()
         self._closed = False
@@ -60,6 +61,18 @@ class DictTier(Tier):
             self._generations[namespace] += 1
             self.blocks = {key: data for key, data in self.blocks.items() if key.namespace != namespace}
             return Generation(self._generations[namespace])
+
+    def flushed_elsewhere(self, namespace: NamespaceDigest) -> None:
+        """As if another daemon had flushed it; `take_flushed` tells."""
+        self.flush(namespace)
+        self._flushed_elsewhere.append(namespace)
+
+    def was_flushed(self, namespace: NamespaceDigest) -> bool:
+        return self._generations[namespace] > 0
+
+    def take_flushed(self) -> list[NamespaceDigest]:
+        found, self._flushed_elsewhere = self._flushed_elsewhere, []
+        return found
 
     def usage(self) -> TierUsage:
         self._check_open()

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
+import msgspec
+
 from kvd.block import NamespaceDigest
 from kvd.errors import TierError
 from kvd.status import TierStatus, TierUsage
@@ -57,6 +59,8 @@ class FaultyTier(Tier):
         self.inner = inner
         self.name = inner.name
         self.calls: list[Call] = []
+        self.down_for_s = 0.0
+        """Above 0, the status says that it is down and for how long."""
         self._next: dict[Call, deque[tuple[TierError, bool]]] = {}
         self._always: dict[Call, TierError] = {}
         self._gates: dict[Call, deque[Gate]] = {}
@@ -102,6 +106,9 @@ class FaultyTier(Tier):
     def flush(self, namespace: NamespaceDigest) -> Generation:
         return self._one("flush", lambda: self.inner.flush(namespace))
 
+    def was_flushed(self, namespace: NamespaceDigest) -> bool:
+        return self.inner.was_flushed(namespace)
+
     def take_flushed(self) -> list[NamespaceDigest]:
         return self.inner.take_flushed()
 
@@ -109,7 +116,10 @@ class FaultyTier(Tier):
         return self._one("usage", self.inner.usage)
 
     def status(self) -> TierStatus:
-        return self.inner.status()
+        status = self.inner.status()
+        if self.down_for_s:
+            status = msgspec.structs.replace(status, state="down", retry_in_s=self.down_for_s, reason="frozen")
+        return status
 
     def close(self) -> None:
         self.inner.close()

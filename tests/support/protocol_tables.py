@@ -27,6 +27,8 @@ def type_name(hint: object) -> str:
         return " or ".join(type_name(part) for part in typing.get_args(hint))
     if hint is type(None):
         return "nil"
+    if typing.get_origin(hint) is list:
+        return f"array of {type_name(typing.get_args(hint)[0])}"
     return TYPES.get(hint, "map")  # type: ignore[call-overload]
 
 
@@ -35,7 +37,8 @@ def fields(kind: type[msgspec.Struct], skip: int) -> str:
     hints = typing.get_type_hints(kind)
     shown = []
     for field in msgspec.structs.fields(kind)[skip:]:
-        default = "" if field.required else f" = {wire_text(field.default)}"
+        value = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        default = "" if field.required else f" = {wire_text(value)}"
         shown.append(f"{field.name} {type_name(hints[field.name])}{default}")
     return ", ".join(shown) or "-"
 
@@ -43,7 +46,7 @@ def fields(kind: type[msgspec.Struct], skip: int) -> str:
 def wire_text(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "nil", True: "true", False: "false"}[value]
-    return "empty" if value in {b"", ""} else str(value)
+    return "empty" if value in (b"", "", []) else str(value)
 
 
 def table(union: object, skip: int) -> list[str]:

@@ -1,0 +1,77 @@
+"""Carries out one batch against the tiers, on whichever thread calls it. No queue, no state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import cast
+
+import xxhash
+
+from kvd.errors import BlockCorrupt, TierError
+from kvd.mover.jobs import Fill, Flush, Job, Learn, Lookup, Measure, Spill
+from kvd.tiers.base import Read
+from kvd.tiers.stack import Put, Stack
+
+
+def execute(batch: Sequence[Job], stack: Stack) -> None:
+    """Writes the outcome of every job of a batch, all of one kind. Raises nothing that a tier may raise."""
+    kind = type(batch[0])
+    try:
+        if kind is Lookup:
+            _look_up(cast("Sequence[Lookup]", batch), stack)
+        elif kind is Fill:
+            _fill(cast("Sequence[Fill]", batch), stack)
+        elif kind is Spill:
+            _spill(cast("Sequence[Spill]", batch), stack)
+        else:
+            for job in batch:
+                _one(job, stack)
+    except TierError as error:
+        for job in batch:
+            job.error = error
+
+
+def _one(job: Job, stack: Stack) -> None:
+    if isinstance(job, Learn):
+        job.generations = stack.generations(job.namespace)
+        job.flushed = stack.flushed(job.namespace)
+    elif isinstance(job, Flush):
+        job.result = stack.flush(job.namespace, levels=job.levels)
+    elif isinstance(job, Measure):
+        stack.measure()
+    job.error = None
+
+
+def _look_up(jobs: Sequence[Lookup], stack: Stack) -> None:
+    places = iter(stack.locate(list(chain.from_iterable(job.keys for job in jobs))))
+    for job in jobs:
+        job.places = [next(places) for _ in job.keys]
+        job.error = None
+
+
+def _fill(jobs: Sequence[Fill], stack: Stack) -> None:
+    outcomes = stack.get_many([Read(job.key, job.into) for job in jobs], [job.place for job in jobs])
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        job.error = outcome
+    moved = [job for job in jobs if job.drop_below and job.error is None]
+    if moved and stack.delete([job.key for job in moved]):
+        for job in moved:
+            job.kept_below = False
+
+
+def _spill(jobs: Sequence[Spill], stack: Stack) -> None:
+    # A stray write through some client's mapping must not spread: what its writer vouched for is checked first.
+    whole = [job for job in jobs if not job.ticket.checksum or _checksum(job.data) == job.ticket.checksum]
+    for job in jobs:
+        if job not in whole:
+            job.error = BlockCorrupt("the block's bytes are not those its writer sealed", cause="corrupt-source")
+    for lasting_only in {job.lasting_only for job in whole}:
+        same = [job for job in whole if job.lasting_only is lasting_only]
+        puts = [Put(job.key, job.data, job.generations, job.itemsize) for job in same]
+        for job, outcome in zip(same, stack.put_many(puts, lasting_only=lasting_only), strict=True):
+            job.error = outcome
+
+
+def _checksum(data: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(data)

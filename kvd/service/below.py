@@ -1,0 +1,217 @@
+"""What the service does with the tiers below, behind one object: it asks, brings up, copies down, flushes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from kvd.block import ChainHash, NamespaceDigest
+from kvd.layout import KVLayout
+from kvd.mover import Lookup, Measure, Mover
+from kvd.pool import Pool, Pools
+from kvd.service.attempts import Attempt, BeginAttempt
+from kvd.service.flushing import Flushing
+from kvd.service.lineage import Lineage, Lineages
+from kvd.service.progress import Progress
+from kvd.service.promotion import Promotions
+from kvd.service.segments import SegmentTable
+from kvd.service.sessions import Cache
+from kvd.service.settings import TierSettings
+from kvd.service.spilling import Spilling
+from kvd.status import MoverStatus, TierStatus
+from kvd.tiers.base import TierKey
+
+_log = logging.getLogger(__name__)
+
+
+class Below:
+    """Loop thread only; nothing here waits for a tier. Only what the mover gives back changes the pools."""
+
+    def __init__(
+        self,
+        *,
+        mover: Mover,
+        pools: Pools,
+        table: SegmentTable,
+        progress: Progress,
+        settings: TierSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self._mover = mover
+        self._pools = pools
+        self._progress = progress
+        self._settings = settings
+        self._clock = clock
+        self._numbers = itertools.count(-1, -1)  # never one of a promotion's
+        self._learning: dict[NamespaceDigest, int] = {}
+        """Where those wait who open a namespace for the first time."""
+        self._poll_at_s = self._measure_at_s = clock()
+        self.lineages = Lineages(
+            mover,
+            on_learnt=self._learnt,
+            on_flushed=self._flushed_unseen,
+        )
+        self.promotions = Promotions(
+            mover=mover,
+            lineages=self.lineages,
+            table=table,
+            grow=progress.grow,
+            resume=progress.answered_below,
+            drop_below=settings.after_promote == "drop",
+        )
+        self.flushing = Flushing(mover, self.lineages, lambda: pools.all)
+        self.spilling = Spilling(
+            mover=mover,
+            lineages=self.lineages,
+            table=table,
+            pools=lambda: pools.all,
+            settings=settings,
+            clock=clock,
+            on_stale=self.flushing.stale,
+        )
+        progress.promotions = self.promotions
+        progress.on_served = self._served
+
+    @property
+    def tier_names(self) -> tuple[str, ...]:
+        """Nearest first."""
+        return self._mover.stack.names
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When `tick` has something to do."""
+        rest_until_s = self.spilling.next_deadline_s
+        return self._poll_at_s if rest_until_s is None else min(self._poll_at_s, rest_until_s)
+
+    def open(self, cache: Cache, layout: KVLayout) -> int | None:
+        """A namespace is used. Where to wait for its generations, None when they are there or nobody answers."""
+        lineage = self.lineages.open(cache.pool, cache.digest, layout.itemsize)
+        if lineage.was_learnt or not self._mover.stack.is_answering():
+            return None
+        return self._learning.setdefault(cache.digest, next(self._numbers))
+
+    def prefetch(self, cache: Cache, hashes: Sequence[ChainHash]) -> None:
+        """Brings up what follows the resident prefix; nobody waits."""
+        self.promotions.start(cache, hashes, cache.pool.match(hashes), waited_for=False)
+
+    def reach(self, cache: Cache, hashes: Sequence[ChainHash]) -> Reach:
+        """Asks how far the tiers continue the resident prefix; wait at `number` for the answer."""
+        reach = Reach(next(self._numbers), cache.pool, hashes, len(self.tier_names))
+        if reach.num_resident == len(hashes):
+            reach.number, reach.places = None, [None] * len(hashes)
+            return reach
+        lineage = self.lineages.get(cache.digest)
+        if lineage is None or lineage.num_flushing or not self._mover.stack.is_answering():
+            reach.number = None
+            return reach
+
+        def on_done(job: Lookup) -> None:
+            if job.error is None:
+                reach.places = job.places
+            if reach.number is not None:
+                self._progress.answered_below(reach.number)
+
+        self._mover.submit([Lookup([TierKey(cache.digest, chain_hash) for chain_hash in hashes], on_done)])
+        return reach
+
+    def mover_done(self) -> None:
+        """Takes over what the mover has done, and what it heard of other daemons."""
+        for namespace in self._mover.take_flushed():
+            self.flushing.flushed_elsewhere(namespace)
+        for job in self._mover.take_done():
+            job.finish()
+        self._progress.blocks_came_back = True
+
+    def tick(self, now_s: float) -> None:
+        """Goes on after a rest; asks the tiers now and then what they hold and who flushed what."""
+        self.spilling.tick(now_s)
+        if now_s >= self._poll_at_s:
+            self._poll_at_s = now_s + self._settings.poll_s
+            if self._mover.stack.is_answering():
+                self.lineages.learn_all()
+                if now_s >= self._measure_at_s:
+                    self._measure_at_s = now_s + self._settings.measure_s
+                    self._mover.submit([Measure(_ignore)])
+
+    def blocks_moved(self, pools: Iterable[Pool]) -> None:
+        """Blocks were taken, or became idle."""
+        for pool in pools:
+            self.spilling.look_at(pool)
+
+    def statuses(self) -> list[TierStatus]:
+        """Of the tiers, nearest first."""
+        return self._mover.stack.statuses()
+
+    def mover_status(self) -> MoverStatus:
+        """Of the mover."""
+        return self._mover.status()
+
+    def drain(self, wait: Callable[[float], object]) -> None:
+        """See `Service.drain`."""
+
+        def wait_for_mover(seconds: float) -> None:
+            wait(seconds)
+            self.mover_done()
+
+        num_copied, num_left = self.spilling.drain(wait_for_mover)
+        if num_copied or num_left:
+            _log.info("%d blocks copied down, %d without a copy are lost", num_copied, num_left)
+
+    def close(self) -> None:
+        """The mover is closed: what it gave back is the end of every copy."""
+        self.spilling.stop()
+        self.mover_done()
+
+    def _served(self, attempt: Attempt) -> None:
+        """A request took blocks."""
+        pool = attempt.cache.pool
+        if isinstance(attempt, BeginAttempt):
+            num_cached = pool.match(attempt.wanted) if self._settings.spill == "on_second_hit" else 0
+            self.spilling.found(pool, attempt.wanted[:num_cached])
+        self.spilling.look_at(pool)
+
+    def _flushed_unseen(self, lineage: Lineage, levels: frozenset[int]) -> None:
+        self.flushing.flushed_unseen(lineage, levels)
+
+    def _learnt(self, lineage: Lineage) -> None:
+        number = self._learning.pop(lineage.digest, None)
+        if number is not None:
+            self._progress.answered_below(number)
+        self.spilling.look_at(lineage.pool)
+
+
+class Reach:
+    """How far a prefix reaches in the pool, and with each tier's help; filled in when the tiers answer."""
+
+    def __init__(self, number: int | None, pool: Pool, hashes: Sequence[ChainHash], num_tiers: int) -> None:
+        self.number = number
+        """Where to wait for it; None when nobody will answer."""
+        self.places: list[int | None] | None = None
+        """The nearest tier of each block, once known."""
+        self._pool = pool
+        self._hashes = hashes
+        self._num_tiers = num_tiers
+
+    @property
+    def num_resident(self) -> int:
+        """Blocks of the prefix in the pool, now."""
+        return self._pool.match(self._hashes)
+
+    def by_tier(self) -> list[int]:
+        """For each tier the length of the prefix that the pool, it and the tiers before it have together."""
+        if self.places is None:
+            return []
+        reach = []
+        for level in range(self._num_tiers):
+            length = 0
+            for chain_hash, place in zip(self._hashes, self.places, strict=True):
+                if not (self._pool.expects(chain_hash) or (place is not None and place <= level)):
+                    break
+                length += 1
+            reach.append(length)
+        return reach
+
+
+def _ignore(_job: Measure) -> None:
+    """What the tiers hold shows in their status."""
