@@ -2,7 +2,7 @@
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo bench test lint types layers pytest system clean
+.PHONY: help demo bench test lint types layers pytest system gpu-check clean
 
 BIN := .venv/bin
 RUN := .venv/.kvd-run
@@ -10,7 +10,7 @@ DEV := .venv/.kvd-dev
 SETUP_INPUTS := pyproject.toml constraints.txt tools/setup
 
 help:  ## show the targets
-	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 10
 
 demo: $(RUN)  ## two processes share a real model's KV cache
 	@$(BIN)/kvd demo
@@ -35,6 +35,9 @@ pytest: $(DEV) system  ## the tests alone
 
 system:  ## Debian packages that tests use (installed when run as root)
 	@tools/system-packages
+
+gpu-check: $(RUN)  ## device pools on this machine's NVIDIA card: a table in under four minutes
+	@$(BIN)/python tools/gpu_check.py
 
 clean:  ## remove caches and build outputs; .venv stays
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage

@@ -14,6 +14,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import SupportsIndex, cast
 
 import msgspec
@@ -25,6 +26,9 @@ from kvd.layout import LAYOUT_VERSION, KVLayout
 TOKEN_NBYTES = 4
 _ROOT_TAG = b"kvd namespace 1"
 MAX_FIELD_NBYTES = 4096
+_INTEGERS = list[int]
+_ONE_HASH = struct.Struct(f"{HASH_NBYTES}s")
+_MANY_HASHES = struct.Struct(f"{HASH_NBYTES}s" * 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +82,15 @@ def encode_tokens(token_ids: Iterable[SupportsIndex]) -> bytes:
     type (a torch tensor of shape [1, n] too). Raises `InvalidTokens` for anything else: negative ids, ids above
     2**32-1, floats, bools.
     """
-    if isinstance(token_ids, (bytes, bytearray, memoryview, str)):
-        raise InvalidTokens(f"token ids must be integers, not {type(token_ids).__name__}")
     values: list[SupportsIndex]
-    if hasattr(token_ids, "dtype") and hasattr(token_ids, "tolist"):
+    if type(token_ids) is list:
+        values = token_ids
+    elif isinstance(token_ids, (bytes, bytearray, memoryview, str)):
+        raise InvalidTokens(f"token ids must be integers, not {type(token_ids).__name__}")
+    elif hasattr(token_ids, "dtype") and hasattr(token_ids, "tolist"):
         values = _array_values(token_ids)
     else:
-        values = token_ids if isinstance(token_ids, list) else list(token_ids)
+        values = list(token_ids)
     packed = array("I")
     try:
         # No id may be lost silently: array("I") takes __index__ only, and refuses what does not fit 32 bits.
@@ -103,7 +109,7 @@ def encode_tokens(token_ids: Iterable[SupportsIndex]) -> bytes:
 def _has_bool(values: list[SupportsIndex]) -> bool:
     try:
         # Strict: passes plain ints only. Four times as quick as looking at each type in Python.
-        msgspec.convert(values, list[int])
+        msgspec.convert(values, _INTEGERS)
     except msgspec.ValidationError:
         return any(issubclass(kind, bool) for kind in set(map(type, values)))
     return False
@@ -146,7 +152,11 @@ def unpack_hashes(packed: bytes) -> list[ChainHash]:
     """The inverse of `pack_hashes`. Raises `InvalidRequest` when the length is not a multiple of 32."""
     if len(packed) % HASH_NBYTES:
         raise InvalidRequest(f"{len(packed)} bytes of hashes are not a multiple of {HASH_NBYTES}")
-    return cast("list[ChainHash]", [block for (block,) in struct.iter_unpack(f"{HASH_NBYTES}s", packed)])
+    cut = len(packed) - len(packed) % _MANY_HASHES.size
+    # Many at a step: a third of the time that one at a step takes.
+    hashes: list[bytes] = list(chain.from_iterable(_MANY_HASHES.iter_unpack(packed[:cut])))
+    hashes += [part for (part,) in _ONE_HASH.iter_unpack(packed[cut:])]
+    return cast("list[ChainHash]", hashes)
 
 
 __all__ = [

@@ -10,6 +10,7 @@ import ctypes
 
 from kvd_client import libc
 
+HUGE_PAGE_NBYTES = 2 << 20
 _FAULT_AROUND_NBYTES = 64 << 10
 _RESERVED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 
@@ -21,12 +22,18 @@ class AddressRange:
     Nothing in here is inherited by a forked child.
     """
 
-    __slots__ = ("_bytes", "address", "nbytes")
+    __slots__ = ("_base", "_bytes", "address", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, phase: int = 0) -> None:
+        """`phase` is what the address leaves modulo 2 MiB.
+
+        Where a place in the range and what is mapped there have the same remainder, the kernel enters a huge page as
+        one: a segment's memory is in huge pages wherever the daemon could have them.
+        """
         self.nbytes = nbytes
-        self.address = libc.mmap(0, nbytes, libc.PROT_NONE, _RESERVED)
-        libc.keep_from_children(self.address, nbytes)
+        self._base = libc.mmap(0, nbytes + HUGE_PAGE_NBYTES, libc.PROT_NONE, _RESERVED)
+        self.address = self._base + (phase - self._base) % HUGE_PAGE_NBYTES
+        libc.keep_from_children(self._base, nbytes + HUGE_PAGE_NBYTES)
         self._bytes: memoryview | None = None
 
     def map_file(self, offset: int, nbytes: int, fd: int, fd_offset: int, *, writable: bool) -> None:
@@ -39,26 +46,16 @@ class AddressRange:
     def make_resident(self, offset: int, nbytes: int) -> None:
         """Fills the page table for one mapping of pages that are in memory, by reading a byte of each 64 KiB.
 
-        The kernel maps what lies around a fault (its fault_around_bytes, 64 KiB unless tuned, aligned windows within
-        the mapping): 2.0 ms for 45 MiB where MAP_POPULATE, which looks at every page, takes 3.5. Tuned down, the
-        remaining pages are mapped at their first touch.
+        The kernel maps a huge page whole, and of others what lies around a fault (its fault_around_bytes, 64 KiB unless
+        tuned, aligned windows within the mapping): 2.0 ms for 45 MiB where MAP_POPULATE, which looks at every page,
+        takes 3.5. Tuned down, the remaining pages are mapped at their first touch. A writable mapping of shared memory
+        is writable after a read as after a write.
         """
         if self._bytes is None:
             self._bytes = memoryview((ctypes.c_ubyte * self.nbytes).from_address(self.address)).cast("B")
         span = self._bytes[offset : offset + nbytes]
         bytes(span[::_FAULT_AROUND_NBYTES])
         bytes(span[-1:])
-
-    def make_writable_pages(self, offset: int, nbytes: int, step_nbytes: int) -> None:
-        """Fills the page table for one writable mapping; pages never touched are made.
-
-        The first page of each `step_nbytes` stands for the rest of that step: blocks are written from their start.
-        """
-        steps = range(self.address + offset, self.address + offset + nbytes, step_nbytes)
-        if all(map(libc.is_page_made, steps)):
-            self.make_resident(offset, nbytes)
-        else:
-            libc.populate_for_writing(self.address + offset, nbytes)
 
     def map_private(self, offset: int, nbytes: int) -> None:
         """Maps zeroed memory of this process at `offset`."""
@@ -80,5 +77,5 @@ class AddressRange:
     def close(self) -> None:
         """Unmaps everything. The caller has made sure that no view over it is left."""
         if self.address:
-            libc.munmap(self.address, self.nbytes)
+            libc.munmap(self._base, self.nbytes + HUGE_PAGE_NBYTES)
             self.address = 0

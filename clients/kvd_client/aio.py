@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from kvd.hashing import Namespace
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
-from kvd_client import verbs
+from kvd_client import tier_verbs, verbs
 from kvd_client.aio_runner import AsyncRunner
 from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.sequence_core import SequenceCore
 from kvd_client.sequence_state import SequenceOptions
 from kvd_client.sequence_view import SequenceView
+from kvd_client.tier_verbs import FlushOutcome, Reach
 from kvd_client.verb import Tokens, Verb
 
 if TYPE_CHECKING:
@@ -107,8 +108,8 @@ class Client:
         namespace = Namespace(
             model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt
         )
-        await self._runner.run(lambda link: verbs.open_cache(link, namespace))
-        return Cache(self._runner, namespace, checksums=checksums)
+        opened = await self._runner.run(lambda link: verbs.open_cache(link, namespace))
+        return Cache(self._runner, namespace, opened.digest, checksums=checksums)
 
     async def status(self) -> Snapshot:
         """What `kvd status` shows."""
@@ -117,6 +118,14 @@ class Client:
     async def check(self) -> None:
         """Has the daemon verify every invariant of its pools."""
         await self._runner.run(verbs.check)
+
+    async def flush(self, *, namespace: bytes = b"", model: str = "", tier: str = "") -> FlushOutcome:
+        """See `kvd_client.Client.flush`."""
+        return await self._runner.run(lambda link: tier_verbs.flush(link, namespace=namespace, model=model, tier=tier))
+
+    async def spill(self) -> int:
+        """See `kvd_client.Client.spill`."""
+        return await self._runner.run(tier_verbs.spill)
 
     async def close(self) -> None:
         """See `kvd_client.Client.close`."""
@@ -134,15 +143,21 @@ class Client:
 class Cache:
     """The cached sequences of one namespace; see `kvd_client.Cache`."""
 
-    def __init__(self, runner: AsyncRunner, namespace: Namespace, *, checksums: bool) -> None:
+    def __init__(self, runner: AsyncRunner, namespace: Namespace, digest: bytes, *, checksums: bool) -> None:
         self._runner = runner
         self._namespace = namespace
+        self._digest = digest
         self._checksums = checksums
 
     @property
     def namespace(self) -> Namespace:
         """What must be equal for KV to be exchangeable."""
         return self._namespace
+
+    @property
+    def digest(self) -> bytes:
+        """See `kvd_client.Cache.digest`."""
+        return self._digest
 
     @property
     def layout(self) -> KVLayout:
@@ -189,6 +204,14 @@ class Cache:
     async def match(self, token_ids: Tokens) -> int:
         """See `kvd_client.Cache.match`."""
         return await self._runner.run(lambda link: verbs.match(link, self._namespace, token_ids))
+
+    async def reach(self, token_ids: Tokens) -> Reach:
+        """See `kvd_client.Cache.reach`."""
+        return await self._runner.run(lambda link: tier_verbs.reach(link, self._namespace, token_ids))
+
+    async def prefetch(self, token_ids: Tokens) -> None:
+        """See `kvd_client.Cache.prefetch`."""
+        await self._runner.run(lambda link: tier_verbs.prefetch(link, self._namespace, token_ids))
 
     async def get_or_compute(
         self,

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from kvd.hashing import Namespace
 from kvd.layout import KVLayout
-from kvd_client import verbs
+from kvd_client import tier_verbs, verbs
 from kvd_client.blocking import Runner
 from kvd_client.sequence import Sequence
 from kvd_client.sequence_state import SequenceOptions
+from kvd_client.tier_verbs import Reach
 from kvd_client.verb import Tokens
 
 
@@ -20,12 +21,17 @@ class Cache:
         self._runner = runner
         self._namespace = namespace
         self._checksums = checksums
-        runner.run(lambda link: verbs.open_cache(link, namespace))
+        self._digest = runner.run(lambda link: verbs.open_cache(link, namespace)).digest
 
     @property
     def namespace(self) -> Namespace:
         """What must be equal for KV to be exchangeable."""
         return self._namespace
+
+    @property
+    def digest(self) -> bytes:
+        """The namespace's name everywhere, 32 bytes; the tenant that the daemon counts us to is part of it."""
+        return self._digest
 
     @property
     def layout(self) -> KVLayout:
@@ -88,6 +94,14 @@ class Cache:
     def match(self, token_ids: Tokens) -> int:
         """How many leading tokens are resident now (a multiple of block_tokens). Pins nothing, promises nothing."""
         return self._runner.run(lambda link: verbs.match(link, self._namespace, token_ids))
+
+    def reach(self, token_ids: Tokens) -> Reach:
+        """How far the prefix is cached in memory, and with each tier below. Pins nothing, promises nothing."""
+        return self._runner.run(lambda link: tier_verbs.reach(link, self._namespace, token_ids))
+
+    def prefetch(self, token_ids: Tokens) -> None:
+        """Has what the tiers below know of the prefix brought up to memory; does not wait for it, and pins nothing."""
+        self._runner.run(lambda link: tier_verbs.prefetch(link, self._namespace, token_ids))
 
     def get_or_compute(
         self,

@@ -126,7 +126,7 @@ class BlockingChannel:
                 return
             for source, _event in self._poller.poll(int(left_s * 1000) + 1):
                 if source is self._dealer:
-                    self._receive()
+                    self._receive(waiter)
                 elif source == self._wake_fd:
                     self._drain_pokes()
                 else:
@@ -149,8 +149,9 @@ class BlockingChannel:
             self._outgoing.popleft()
             self._num_in_flight += is_answered
 
-    def _receive(self) -> None:
-        while True:
+    def _receive(self, waiter: _Waiter) -> None:
+        """Hands out what has come, up to the leader's own reply: the rest is the next leader's."""
+        while waiter.reply is None:
             try:
                 frame = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -9,10 +9,11 @@ from typing import Self
 from kvd.hashing import Namespace
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
-from kvd_client import verbs
+from kvd_client import tier_verbs, verbs
 from kvd_client.blocking import Runner
 from kvd_client.cache import Cache
 from kvd_client.options import DEFAULT_OPTIONS, Options
+from kvd_client.tier_verbs import FlushOutcome
 
 
 def connect(
@@ -84,6 +85,22 @@ class Client:
     def check(self) -> None:
         """Has the daemon verify every invariant of its pools. Raises `StateError` naming the fault."""
         self._runner.run(verbs.check)
+
+    def flush(self, *, namespace: bytes = b"", model: str = "", tier: str = "") -> FlushOutcome:
+        """Has cached blocks forgotten for good, in memory and every tier below: weights changed, and the name did not.
+
+        `namespace` is one digest (`Cache.digest`); without it every namespace the daemon knows, or those of `model`.
+        `tier` is the only one that forgets, "pool" being memory. Open sequences keep their bytes until they are closed.
+        Raises `PermissionRefused` where others share the blocks, `InvalidRequest` for a tier that is not there.
+        """
+        return self._runner.run(lambda link: tier_verbs.flush(link, namespace=namespace, model=model, tier=tier))
+
+    def spill(self) -> int:
+        """Has every idle block without a copy below copied down; how many there still are. Does not wait: ask again.
+
+        Raises `PermissionRefused` where others share the blocks.
+        """
+        return self._runner.run(tier_verbs.spill)
 
     def close(self) -> None:
         """Ends the session; idempotent. Open sequences are closed.

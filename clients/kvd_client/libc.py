@@ -21,8 +21,6 @@ MAP_FIXED = 0x10
 MAP_ANONYMOUS = 0x20
 MAP_NORESERVE = 0x4000
 MADV_DONTFORK = 10
-MADV_POPULATE_WRITE = 23
-PAGE_NBYTES = 4096
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,8 +33,6 @@ _mprotect = _libc.mprotect
 _mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _madvise = _libc.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_mincore = _libc.mincore
-_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
 
 
 def mmap(address: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
@@ -63,20 +59,6 @@ def keep_from_children(address: int, nbytes: int) -> None:
     """MADV_DONTFORK: a forked child has a hole here. Set again after every mmap over the place."""
     if _madvise(address, nbytes, MADV_DONTFORK):
         raise _failure("madvise", nbytes)
-
-
-def populate_for_writing(address: int, nbytes: int) -> None:
-    """MADV_POPULATE_WRITE: makes pages that were never touched, and fills the page table. Raises `OutOfMemory`."""
-    if _madvise(address, nbytes, MADV_POPULATE_WRITE):
-        raise _failure("madvise", nbytes)
-
-
-def is_page_made(address: int) -> bool:
-    """Whether a mapped page has content in memory (a page only allocated, never touched, has none)."""
-    answer = ctypes.c_ubyte()
-    if _mincore(address, PAGE_NBYTES, ctypes.byref(answer)):
-        raise _failure("mincore", PAGE_NBYTES)
-    return bool(answer.value & 1)
 
 
 def _failure(call: str, nbytes: int) -> KvdError:

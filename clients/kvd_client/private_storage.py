@@ -25,8 +25,8 @@ _SCRATCH_NBYTES = 8 << 20
 class PrivateStorage(Storage):
     """Private memory in the order of the blocks, `[tokens, layers, 2, heads, dim]`: one mapping, however scattered."""
 
-    def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory) -> None:
-        super().__init__(layout, max_blocks, memory)
+    def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory, phase: int = 0) -> None:
+        super().__init__(layout, max_blocks, memory, phase)
         try:
             self._range.map_private(0, self._range.nbytes)
         except BaseException:

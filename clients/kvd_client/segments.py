@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import itemgetter
 
 from kvd.block import BlockId
 from kvd.protocol.session import SegmentGranted, SegmentRevoked
@@ -78,28 +80,36 @@ class PoolMemory:
 
     def runs(self, blocks: Sequence[BlockId], *, writable: bool) -> Iterator[Run]:
         """The blocks as runs, in their order. Raises `StateError` when the daemon never granted a segment."""
-        first, num_blocks = 0, len(blocks)
-        per_segment = self._blocks_per_segment
-        while first < num_blocks:
-            block = blocks[first]
-            segment, index = divmod(block, per_segment)
-            longest = min(num_blocks - first, per_segment - index)
-            length = 1
-            while length < longest and blocks[first + length] == block + length:
-                length += 1
-            yield Run(first, length, self._descriptor(self.pool, segment, writable), index * self.block_nbytes)
-            first += length
+        for first, num_blocks in self._split(blocks):
+            segment, index = divmod(blocks[first], self._blocks_per_segment)
+            fd = self._descriptor(self.pool, segment, writable)
+            yield Run(first, num_blocks, fd, index * self.block_nbytes)
 
     def await_grants(self, blocks: Sequence[BlockId], *, writable: bool) -> None:
         """Returns when every segment of `blocks` is granted: so that nobody waits for one while holding the guard."""
-        for segment in {block // self._blocks_per_segment for block in blocks}:
+        for segment in {blocks[first] // self._blocks_per_segment for first, _ in self._split(blocks)}:
             self._descriptor(self.pool, segment, writable)
 
     def num_runs(self, blocks: Sequence[BlockId]) -> int:
         """How many mappings the blocks need."""
-        per_segment = self._blocks_per_segment
-        return sum(
-            1
-            for place, block in enumerate(blocks)
-            if not place or block != blocks[place - 1] + 1 or not block % per_segment
-        )
+        return len(self._split(blocks))
+
+    def phase(self, blocks: Sequence[BlockId]) -> int:
+        """How far the longest run lies in its segment beyond where it lies among `blocks`, in bytes."""
+        first, _ = max(self._split(blocks), key=itemgetter(1), default=(0, 0))
+        return (blocks[first] % self._blocks_per_segment - first) * self.block_nbytes if blocks else 0
+
+    def _split(self, blocks: Sequence[BlockId]) -> list[tuple[int, int]]:
+        """(first place, length) of every run."""
+        num_blocks, per_segment = len(blocks), self._blocks_per_segment
+        if not num_blocks:
+            return []
+        start = blocks[0]
+        if start % per_segment + num_blocks <= per_segment and list(blocks) == list(range(start, start + num_blocks)):
+            return [(0, num_blocks)]
+        starts = [
+            place
+            for place, (before, block) in enumerate(pairwise(blocks), 1)
+            if block != before + 1 or not block % per_segment
+        ]
+        return [(first, stop - first) for first, stop in pairwise([0, *starts, num_blocks])]

@@ -11,6 +11,7 @@ from kvd.hashing import TOKEN_NBYTES, pack_hashes
 from kvd.protocol.replies import Reserved, Sealed
 from kvd.protocol.requests import Release, Reserve, Retain, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
+from kvd_client.address_range import HUGE_PAGE_NBYTES
 from kvd_client.checksum import pack_checksums
 from kvd_client.link import Holdings, Link, OpenedCache
 from kvd_client.named_tokens import NamedTokens
@@ -57,10 +58,11 @@ class SequenceCore(SequenceState):
 
     def _lay_out(self) -> Storage:
         memory, num_sealed = self._cache.memory, self._num_sealed
+        phase = memory.phase(self._blocks) % HUGE_PAGE_NBYTES
         max_blocks = max(len(self._blocks), self.layout.num_blocks(self.max_tokens), 1)
 
         def filled(kind: type[Storage]) -> Storage:
-            storage = kind(self.layout, max_blocks, memory)
+            storage = kind(self.layout, max_blocks, memory, phase)
             try:
                 for first, stop, sealed in ((0, num_sealed, True), (num_sealed, len(self._blocks), False)):
                     storage.attach(first, self._blocks[first:stop], sealed=sealed, populate=self._options.populate)

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 class Storage(ABC):
     """`max_blocks` places for blocks in one address range. Called under the session's guard; excludes nobody itself."""
 
-    def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory) -> None:
+    def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory, phase: int = 0) -> None:
+        """`phase`: see `AddressRange`."""
         self.layout = layout
         self.memory = memory
         self.num_copied_bytes = 0
         self._max_blocks = max_blocks
-        self._range = AddressRange(max_blocks * layout.block_nbytes)
+        self._range = AddressRange(max_blocks * layout.block_nbytes, phase)
         self._views = Views(self._range.address, self._range.nbytes)
         self._tokens: torch.Tensor | None = None
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -117,10 +118,8 @@ class MappedStorage(Storage):
         for run in self.memory.runs(blocks, writable=not sealed):
             offset, nbytes = (first + run.first) * block_nbytes, run.num_blocks * block_nbytes
             self._range.map_file(offset, nbytes, run.fd, run.offset, writable=not sealed)
-            if populate and sealed:
+            if populate:
                 self._range.make_resident(offset, nbytes)
-            elif populate:
-                self._range.make_writable_pages(offset, nbytes, block_nbytes)
 
     def publish(self, first: int, blocks: Sequence[BlockId]) -> None:
         # Before the seal, not after: from the moment that others can find a block nobody can write it through us.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvd.bench import begin, chain_hash, mapping, model, pool_scale, publish, start
+from kvd.bench import begin, chain_hash, mapping, model, pool_scale, publish, restart, start, tier_get, tier_moves
 from kvd.bench.row import CannotMeasure, Group, Row, Run
 from kvd.config.keys import nearest
 from kvd.errors import InvalidRequest, KvdError
@@ -15,7 +15,10 @@ GROUPS: tuple[Group, ...] = (
     mapping.MAP_GROUP,
     mapping.VIEW_GROUP,
     publish.GROUP,
+    tier_get.GROUP,
+    tier_moves.GROUP,
     model.GROUP,
+    restart.GROUP,
     pool_scale.GROUP,
     start.START_GROUP,
     start.RSS_GROUP,

@@ -1,6 +1,7 @@
 """The limit of a request: a process that answers every message with itself, waiting as the daemon's loop does.
 
-`python -m kvd.bench.echo ENDPOINT`: a ROUTER and an epoll descriptor in one ZeroMQ poller, until standard input ends.
+`python -m kvd.bench.echo ENDPOINT`: a ROUTER, two quiet sockets and an epoll descriptor in one ZeroMQ poller, as many
+and of the kinds that the daemon watches, until standard input ends.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ def main(endpoint: str) -> None:
     watched.register(sys.stdin.fileno(), select.EPOLLIN)
     poller = zmq.Poller()
     poller.register(router, zmq.POLLIN)
+    for name in ("admission", "arrivals"):
+        quiet = context.socket(zmq.PAIR)
+        quiet.bind(f"inproc://{name}")
+        poller.register(quiet, zmq.POLLIN)
     poller.register(watched.fileno(), zmq.POLLIN)
     print("ready", flush=True)
     while True:

@@ -84,11 +84,17 @@ class FirstToken:
         return self._step_s
 
 
-def attach(client: kvd_client.Client, model: Model, token_ids: list[int]) -> Any:
+def attach(
+    client: kvd_client.Client,
+    model: Model,
+    token_ids: list[int],
+    max_tokens: int = MAX_TOKENS,
+    wait_s: float | None = None,
+) -> Any:
     """A KvdCache; the engine is imported here because it imports torch."""
     from kvd_client.engines import transformers
 
-    return transformers.attach(client, model.model, token_ids, max_tokens=MAX_TOKENS)
+    return transformers.attach(client, model.model, token_ids, max_tokens=max_tokens, wait_s=wait_s)
 
 
 def _measure(run: Run) -> list[Row]:

@@ -16,6 +16,7 @@ import kvd_client
 from kvd.bench.row import CannotMeasure
 from kvd.config.paths import DAEMON_MARK
 from kvd.errors import ConnectionFailed
+from kvd.status import TierStatus
 
 START_BOUND_S = 60.0
 STOP_BOUND_S = 20.0
@@ -25,11 +26,14 @@ LOOK_EVERY_S = 0.002
 class PrivateDaemon:
     """`kvd serve` with the given flags; a context manager whose `start_s` is the time from spawn to its first answer.
 
-    The caller's KVD_* environment and configuration files don't reach it. Raises `CannotMeasure` with the daemon's own
-    last line when it does not come up.
+    Without `tiers` there is nothing below its pools, so that a row about memory measures memory alone. The caller's
+    KVD_* environment and configuration files don't reach it. Raises `CannotMeasure` with the daemon's own last line
+    when it does not come up.
     """
 
-    def __init__(self, **flags: str | int) -> None:
+    def __init__(self, *, tiers: bool = False, **flags: str | int) -> None:
+        if not tiers:
+            flags = {"tiers_redis_url": "off", **flags}
         self._folder = tempfile.TemporaryDirectory(prefix="kvd-bench-")
         self.runtime_dir = Path(self._folder.name) / "run"
         self._log_path = Path(self._folder.name) / "log"
@@ -65,6 +69,19 @@ class PrivateDaemon:
     def connect(self) -> kvd_client.Client:
         """A session with it."""
         return kvd_client.connect(self.runtime_dir, label="kvd bench")
+
+    def await_tiers(self, client: kvd_client.Client) -> TierStatus:
+        """The lowest tier, once all of them are up. Raises `CannotMeasure` when there is none, or it does not come."""
+        deadline = time.perf_counter() + START_BOUND_S
+        while True:
+            snapshot = client.status()
+            if not snapshot.tiers:
+                raise CannotMeasure(f"there is no tier below the pools: {' '.join(snapshot.warnings)}")
+            if all(tier.state == "up" and tier.details.get("embedded", "up") == "up" for tier in snapshot.tiers):
+                return snapshot.tiers[-1]
+            if time.perf_counter() > deadline:
+                raise CannotMeasure(f"a tier does not come up: {' '.join(snapshot.warnings)}")
+            time.sleep(LOOK_EVERY_S)
 
     def anonymous_nbytes(self) -> int:
         """Its resident anonymous memory: RssAnon of proc_pid_status(5)."""

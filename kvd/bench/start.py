@@ -1,6 +1,7 @@
 """start_to_ready and daemon_rss.
 
-start_to_ready. Timed: spawning `kvd serve` with a budget of 16 GiB until it has answered a status request.
+start_to_ready. Timed: spawning `kvd serve` with a budget of 16 GiB, and the tiers that are there by default, until it
+has answered a status request.
 
 daemon_rss. Measured: RssAnon of a daemon whose 1 GiB is full of 262,144 sealed blocks of 4 KiB, idle. Limit: 60 MB and
 300 bytes a block.
@@ -25,7 +26,7 @@ RSS = Target(name="daemon_rss", unit="MB", text="<= 60 MB + 300 B a block", at_m
 
 def _measure_start(run: Run) -> list[Row]:
     def start() -> float:
-        with PrivateDaemon(memory_budget=START_BUDGET_NBYTES) as daemon:
+        with PrivateDaemon(tiers=True, memory_budget=START_BUDGET_NBYTES) as daemon:
             return daemon.start_s
 
     return [START.row(interleaved(run, {"start": start})["start"])]

@@ -2,5 +2,6 @@
 
 from kvd.build.assembly import Assembly, assemble
 from kvd.build.sizes import Sizes, decide_sizes, session_capacity
+from kvd.build.tiers import check_tiers
 
-__all__ = ["Assembly", "Sizes", "assemble", "decide_sizes", "session_capacity"]
+__all__ = ["Assembly", "Sizes", "assemble", "check_tiers", "decide_sizes", "session_capacity"]

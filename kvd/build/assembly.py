@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import secrets
+import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,14 +14,19 @@ from pathlib import Path
 
 from kvd import __version__
 from kvd.build.sizes import Sizes, decide_sizes, session_capacity
+from kvd.build.tiers import LowerTiers, build_tiers
 from kvd.config.schema import Config
 from kvd.memory import ControlPage, SegmentStock, available_memory_nbytes
+from kvd.mover import Mover
 from kvd.pool import Pools
 from kvd.protocol.control_page import DaemonState
 from kvd.server.endpoints import SocketAccess
 from kvd.server.server import Server
 from kvd.service import Service, ServiceSettings
+from kvd.service.settings import TierSettings
 
+HEARTBEAT_S = 0.5
+"""How long the drain of a stop goes without one."""
 COUNTERS_EVERY_S = 1.0
 """The control page's counters are summed over all namespaces, which may be thousands: not at every heartbeat."""
 
@@ -46,9 +52,9 @@ def assemble(
 
     Raises `OutOfMemory`, `RuntimeFolderError` and other `KvdError`s; what was made by then is on `closing`.
     """
-    sizes = decide_sizes(config.memory, available_memory_nbytes())
-    memory_ready = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    closing.callback(os.close, memory_ready)
+    available_nbytes = available_memory_nbytes()
+    sizes = decide_sizes(config.memory, available_nbytes)
+    memory_ready, mover_ready = _eventfd(closing), _eventfd(closing)
     stock = SegmentStock(
         segment_nbytes=sizes.segment_nbytes,
         budget_nbytes=sizes.budget_nbytes,
@@ -58,6 +64,14 @@ def assemble(
     )
     closing.callback(stock.close)
     stock.start()
+    tiers = build_tiers(
+        config.tiers,
+        sizes,
+        runtime_dir=Path(config.runtime_dir),
+        available_nbytes=available_nbytes,
+        environ=os.environ,
+    )
+    mover = _mover(tiers, mover_ready, closing)
 
     max_sessions, warnings = _max_sessions(config, sizes)
     # Random, so that no two daemons on this machine ever share one, restored snapshots and clocks set back included.
@@ -71,19 +85,25 @@ def assemble(
             uid_quota_nbytes=config.limits.uid_nbytes or None,
         ),
         stock=stock,
+        mover=mover,
         epoch=epoch,
         settings=ServiceSettings(
             isolation=config.access.isolation,
             default_wait_s=config.waits.default_s,
             max_wait_s=config.waits.max_s,
             checksums=config.memory.checksums,
-            warnings=warnings,
+            tiers=_tier_settings(config),
+            warnings=warnings + tiers.warnings,
         ),
         version=__version__,
         pid=os.getpid(),
         runtime_dir=config.runtime_dir,
     )
     closing.callback(service.close)
+    if mover is not None:
+        # Before the segments go: a copy that runs reads or writes them.
+        closing.callback(mover.close)
+        mover.start()
 
     counters = service.control_counters()
     counted_at_s = time.monotonic()
@@ -95,6 +115,19 @@ def assemble(
         control_page.write(DaemonState.SERVING, counters)
         on_heartbeat()
 
+    def wait_for_mover(seconds: float) -> None:
+        control_page.write(DaemonState.STOPPING, counters)
+        on_heartbeat()
+        if select.select([mover_ready], [], [], min(seconds, HEARTBEAT_S))[0]:
+            on_mover_ready()
+
+    def on_mover_ready() -> None:
+        os.eventfd_read(mover_ready)
+        service.on_mover_done()
+
+    if mover is not None:
+        # After the server has closed: what its clients held is idle then.
+        closing.callback(service.drain, wait_for_mover)
     server = Server(
         service,
         folder=Path(config.runtime_dir),
@@ -113,7 +146,33 @@ def assemble(
         service.on_memory_ready()
 
     server.watch_descriptor(memory_ready, on_memory_ready)
+    server.watch_descriptor(mover_ready, on_mover_ready)
     return Assembly(server, service, control_page, sizes)
+
+
+def _eventfd(closing: contextlib.ExitStack) -> int:
+    descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    closing.callback(os.close, descriptor)
+    return descriptor
+
+
+def _mover(tiers: LowerTiers, ready: int, closing: contextlib.ExitStack) -> Mover | None:
+    """Not started, and nothing to copy for yet; None without tiers."""
+    if tiers.stack is None:
+        return None
+    closing.callback(tiers.stack.close)
+    return Mover(tiers.stack, on_ready=lambda: os.eventfd_write(ready, 1))
+
+
+def _tier_settings(config: Config) -> TierSettings:
+    tiers = config.tiers
+    return TierSettings(
+        spill=tiers.spill,
+        after_promote=tiers.after_promote,
+        low_watermark=tiers.low_watermark,
+        high_watermark=tiers.high_watermark,
+        drain_s=tiers.drain_s,
+    )
 
 
 def _max_sessions(config: Config, sizes: Sizes) -> tuple[int, tuple[str, ...]]:

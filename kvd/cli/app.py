@@ -27,6 +27,11 @@ class Entry(NamedTuple):
 COMMANDS = {
     "serve": Entry("kvd.cli.serve", "serve", "Run the daemon in the foreground."),
     "status": Entry("kvd.cli.status", "status", "Show memory, pools, models and clients of the running daemon."),
+    "flush": Entry("kvd.cli.flush", "flush", "Forget cached blocks for good, in memory and every tier below."),
+    "spill": Entry("kvd.cli.spill", "spill", "Copy every idle block that has no copy yet to the tiers below."),
+    "prefetch": Entry(
+        "kvd.cli.prefetch", "prefetch", "Bring prompts up from the tiers below before they are asked for."
+    ),
     "demo": Entry("kvd.cli.demo", "demo", "Watch processes share a real model's KV cache."),
     "bench": Entry("kvd.cli.bench", "bench", "Measure kvd, each number beside its limit in the same run."),
     "config": Entry("kvd.cli.config", "config", "Print or check the configuration."),
@@ -71,5 +76,5 @@ def app() -> None:
 
     Exit codes: 0 done, 2 a request or command line that can never be right, 3 no daemon there, 4 no right to connect,
     5 not enough memory, 6 the daemon did not answer in time, 7 a wrong configuration, 8 an unusable runtime folder,
-    9 another daemon runs there, 10 a model that cannot be served, 1 anything else.
+    9 another daemon runs there, 10 a model that cannot be served, 11 the GPU or its driver, 1 anything else.
     """

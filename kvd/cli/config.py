@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import click
 
@@ -10,6 +11,7 @@ from kvd.cli.options import config_options, loaded
 from kvd.cli.render_config import as_toml
 from kvd.config.keys import KEYS
 from kvd.config.load import Loaded, as_flat
+from kvd.errors import TierUnavailable
 
 
 @click.group()
@@ -33,8 +35,13 @@ def show(config_path: str | None, as_json: bool, **options: object) -> None:
     result, _path = loaded(config_path, options)
     _warn_of_ignored(result)
     if as_json:
-        flat = as_flat(result.config)
-        click.echo(json.dumps({name: {"value": flat[name], "origin": result.origin[name]} for name in KEYS}, indent=2))
+        values = {
+            name: KEYS[name].format(value) if KEYS[name].is_secret else value
+            for name, value in as_flat(result.config).items()
+        }
+        click.echo(
+            json.dumps({name: {"value": values[name], "origin": result.origin[name]} for name in KEYS}, indent=2)
+        )
     else:
         click.echo(as_toml(result), nl=False)
 
@@ -42,8 +49,18 @@ def show(config_path: str | None, as_json: bool, **options: object) -> None:
 @config.command()
 @config_options
 def check(config_path: str | None, **options: object) -> None:
-    """Say whether the configuration is right; a wrong one exits with 7 and one line that says what to change."""
+    """Say whether the configuration is right; a wrong one exits with 7 and one line that says what to change.
+
+    Asks no server. Of the tiers it says more than `kvd serve` does, which serves from memory when one cannot be.
+    """
+    from kvd.build import check_tiers
+
     result, path = loaded(config_path, options)
     _warn_of_ignored(result)
+    try:
+        check_tiers(result.config.tiers, os.environ)
+    except TierUnavailable as error:
+        # Something is not installed here; the configuration may be right for all that.
+        click.echo(f"kvd: no Redis tier: {error}", err=True)
     given = sum(origin != "default" for origin in result.origin.values())
     click.echo(f"{path or 'no configuration file'}: right, {given} of {len(KEYS)} keys set")

@@ -16,7 +16,10 @@ def _toml_value(key: Key, value: object) -> str:
 
 
 def as_toml(loaded: Loaded) -> str:
-    """Every key with its value, its origin as a comment; a file of this text gives the same configuration."""
+    """Every key with its value, its origin as a comment; a file of this text gives the same configuration.
+
+    Except for passwords, which become stars.
+    """
     flat = as_flat(loaded.config)
     pairs = {name: f"{key.field} = {_toml_value(key, flat[name])}" for name, key in KEYS.items()}
     width = max(len(pair) for pair in pairs.values() if len(pair) <= 40)
@@ -26,5 +29,6 @@ def as_toml(loaded: Loaded) -> str:
         if key.section != section:
             section = key.section
             lines += ["", f"[{section}]"]
-        lines.append(f"{pairs[name]:<{width}}  # {loaded.origin[name]}")
+        is_cut = key.is_secret and key.format(flat[name]) != flat[name]
+        lines.append(f"{pairs[name]:<{width}}  # {loaded.origin[name]}" + (", password not shown" if is_cut else ""))
     return "\n".join(lines) + "\n"

@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.processes import UNKNOWN, Process
+from kvd.cli.render_tiers import render_tiers
+from kvd.cli.tables import plain_table
 from kvd.cli.text import count, duration, percent, printable, size
 from kvd.status import ClientStatus, MemoryStatus, NamespaceStatus, PoolStatus, Snapshot
 
@@ -25,8 +27,10 @@ def render_status(snapshot: Snapshot, processes: Mapping[int, Process], own_pid:
     parts: list[RenderableType] = [_head(snapshot), _memory(snapshot.memory)]
     if snapshot.pools:
         parts += [Text(), _pools(snapshot.pools)]
+    if snapshot.tiers:
+        parts += [Text(), *render_tiers(snapshot.tiers, snapshot.mover)]
     if snapshot.namespaces:
-        parts += [Text(), _namespaces(snapshot.namespaces)]
+        parts += [Text(), _namespaces(snapshot.namespaces, has_tiers=bool(snapshot.tiers))]
     parts += [Text(), _clients(clients, processes) if clients else Text("no clients", style="dim")]
     if snapshot.warnings:
         parts += [Text(), *(Text(f"! {printable(warning)}", style="yellow") for warning in snapshot.warnings)]
@@ -51,22 +55,8 @@ def _memory(memory: MemoryStatus) -> RenderableType:
     return grid
 
 
-def _table(*columns: tuple[str, str]) -> Table:
-    """A table without lines; a column is its heading and how it stands: "l", "r", or "rest" for the last one.
-
-    That one gets what the others leave of the width, and its text is cut to it.
-    """
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", expand=True)
-    for heading, kind in columns:
-        if kind == "rest":
-            table.add_column(heading, overflow="ellipsis", no_wrap=True, ratio=1)
-        else:
-            table.add_column(heading, justify="right" if kind == "r" else "left", no_wrap=True)
-    return table
-
-
 def _pools(pools: list[PoolStatus]) -> RenderableType:
-    table = _table(
+    table = plain_table(
         ("pool", "r"), ("block", "r"), ("segments", "r"), ("in use", "r"), ("cached", "r"), ("free", "r"),
         ("evicted", "r"), ("tenant", "rest"),
     )  # fmt: skip
@@ -86,9 +76,17 @@ def _pools(pools: list[PoolStatus]) -> RenderableType:
     return table
 
 
-def _namespaces(namespaces: list[NamespaceStatus]) -> RenderableType:
-    table = _table(
-        ("pool", "r"), ("cached tokens", "r"), ("reused", "r"), ("hits", "r"), ("engine", "l"), ("model", "rest")
+def _namespaces(namespaces: list[NamespaceStatus], *, has_tiers: bool) -> RenderableType:
+    """`hits` is the share of the asked blocks that were resident, `below` of the others that a tier below had."""
+    below = [("below", "r")] if has_tiers else []
+    table = plain_table(
+        ("pool", "r"),
+        ("cached tokens", "r"),
+        ("reused", "r"),
+        ("hits", "r"),
+        *below,
+        ("engine", "l"),
+        ("model", "rest"),
     )
     for namespace in namespaces:
         counters = namespace.counters
@@ -101,6 +99,7 @@ def _namespaces(namespaces: list[NamespaceStatus]) -> RenderableType:
             count(namespace.num_sealed * namespace.block_tokens),
             count(hits * namespace.block_tokens),
             percent(hits, hits + misses),
+            *([percent(counters.get("found_below", 0), counters.get("asked_below", 0))] if has_tiers else []),
             Text(printable(namespace.engine)),
             Text(name),
         )
@@ -108,7 +107,7 @@ def _namespaces(namespaces: list[NamespaceStatus]) -> RenderableType:
 
 
 def _clients(clients: list[ClientStatus], processes: Mapping[int, Process]) -> RenderableType:
-    table = _table(
+    table = plain_table(
         ("pid", "r"), ("memory", "r"), ("holds", "r"), ("waits", "r"), ("saved", "r"), ("connected", "r"),
         ("client", "rest"),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from kvd.config.schema import SECONDS, SIZE, Config
+from kvd.config.secrets import redacted
 from kvd.config.sizes import format_size
 
 ENVIRONMENT_PREFIX = "KVD_"
@@ -21,7 +22,7 @@ ENVIRONMENT_PREFIX = "KVD_"
 class Key:
     """One thing that can be configured.
 
-    `section` is empty for a top-level key; `hint` is the type for `msgspec.convert`.
+    `section` is empty for a top-level key, dotted for a nested one; `hint` is the type for `msgspec.convert`.
     """
 
     section: str
@@ -30,6 +31,8 @@ class Key:
     default: object
     description: str
     is_size: bool
+    is_secret: bool
+    """It may hold a password: shown by `format` only."""
     choices: tuple[str, ...]
     """The texts allowed; beside a number too ("auto")."""
     kind: str
@@ -51,11 +54,13 @@ class Key:
         return "--" + self.name.replace(".", "_").replace("_", "-")
 
     def format(self, value: object) -> str:
-        """A value as people read and write it, without quotes."""
+        """A value as people read and write it, without quotes and passwords."""
         if isinstance(value, bool):
             return "true" if value else "false"
         if self.is_size and isinstance(value, int):
             return "0" if value == 0 else format_size(value)
+        if self.is_secret:
+            return redacted(str(value))
         return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -83,7 +88,7 @@ def _kind(hint: Any, is_size: bool, unit: object, choices: tuple[str, ...]) -> s
     words = []
     if int in members or float in members:
         low, high = _meta(hint, "ge"), _meta(hint, "le")
-        show = format_size if is_size else lambda number: f"{number:g}"
+        show = format_size if is_size else lambda number: f"{number:.8g}"
         noun = "a size" if is_size else "a whole number" if int in members else "a number"
         noun += " of seconds" if unit == SECONDS["unit"] else ""
         step = _meta(hint, "multiple_of")
@@ -101,7 +106,8 @@ def _kind(hint: Any, is_size: bool, unit: object, choices: tuple[str, ...]) -> s
 
 def _key(section: str, field: msgspec.structs.FieldInfo, hint: Any) -> Key:
     meta = next(part for part in get_args(hint)[1:] if part.description)
-    unit = (meta.extra or {}).get("unit")
+    extra = meta.extra or {}
+    unit = extra.get("unit")
     choices = tuple(choice for member in _members(hint) if get_origin(member) is Literal for choice in get_args(member))
     is_size = unit == SIZE["unit"]
     return Key(
@@ -111,25 +117,26 @@ def _key(section: str, field: msgspec.structs.FieldInfo, hint: Any) -> Key:
         default=field.default,
         description=meta.description,
         is_size=is_size,
+        is_secret=bool(extra.get("secret")),
         choices=choices,
         kind=_kind(hint, is_size, unit, choices),
     )
 
 
-def _all_keys() -> dict[str, Key]:
+def _keys_of(struct: type[msgspec.Struct], section: str) -> list[Key]:
+    """A section's own keys, then those of the sections within it."""
+    hints = get_type_hints(struct, include_extras=True)
     found: list[Key] = []
-    top_hints = get_type_hints(Config, include_extras=True)
-    for field in msgspec.structs.fields(Config):
-        hint = top_hints[field.name]
+    for field in msgspec.structs.fields(struct):
+        hint = hints[field.name]
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            section_hints = get_type_hints(hint, include_extras=True)
-            found += [_key(field.name, inner, section_hints[inner.name]) for inner in msgspec.structs.fields(hint)]
+            found += _keys_of(hint, f"{section}.{field.name}" if section else field.name)
         else:
-            found.append(_key("", field, hint))
-    return {key.name: key for key in found}
+            found.append(_key(section, field, hint))
+    return found
 
 
-KEYS: dict[str, Key] = _all_keys()
+KEYS: dict[str, Key] = {key.name: key for key in _keys_of(Config, "")}
 """Dotted name -> key, in the order of the schema."""
 
 SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(key.section for key in KEYS.values() if key.section))

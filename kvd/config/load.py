@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -19,11 +21,14 @@ from msgspec import structs
 from kvd.config.keys import ENVIRONMENT_PREFIX, KEYS, SECTIONS, Key, nearest
 from kvd.config.paths import runtime_dir
 from kvd.config.schema import Config
-from kvd.config.sizes import parse_size
+from kvd.config.sizes import format_size, parse_size
 from kvd.errors import ConfigError
 
-RESERVED_ENVIRONMENT = frozenset({"KVD_CONFIG"})
+RESERVED_ENVIRONMENT = frozenset({"KVD_CONFIG", "KVD_REDIS_PASSWORD"})
 """Variables with our prefix that are no key of the configuration."""
+
+MIN_HOST_BUDGET_NBYTES = 1 << 20
+"""Less holds next to nothing: more likely a forgotten unit."""
 
 _TEXT_BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
@@ -69,6 +74,9 @@ def load(
         values[name] = _checked(key, value, origin[name], is_text=isinstance(value, str))
 
     values["runtime_dir"] = str(runtime_dir(str(values.get("runtime_dir", "")), environ))
+    for name in ("tiers.redis.persistence", "tiers.redis.password_file"):
+        if path_text := values.get(name):
+            values[name] = str(Path.cwd() / Path(str(path_text)).expanduser())
     config = msgspec.convert(_nested(values), Config)
     if config.waits.default_s > config.waits.max_s and origin["waits.default_s"] == "default":
         # Whoever sets only the bound does not contradict himself.
@@ -80,9 +88,7 @@ def load(
 
 def as_flat(config: Config) -> dict[str, object]:
     """Dotted name -> value of every key, in the order of the schema."""
-    return {
-        name: getattr(getattr(config, key.section) if key.section else config, key.field) for name, key in KEYS.items()
-    }
+    return {name: attrgetter(name)(config) for name in KEYS}
 
 
 def _read_file(path: Path) -> list[tuple[Key, object]]:
@@ -92,14 +98,19 @@ def _read_file(path: Path) -> list[tuple[Key, object]]:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    return _keys_of(tables, "", path)
+
+
+def _keys_of(table: Mapping[str, object], section: str, path: Path) -> list[tuple[Key, object]]:
     found = []
-    for name, value in tables.items():
-        if name in SECTIONS:
-            if not isinstance(value, dict):
-                raise ConfigError(f"{name} in {path} must be a table: write [{name}] and its keys below")
-            found += [(_known(f"{name}.{field}", str(path)), inner) for field, inner in value.items()]
-        else:
+    for field, value in table.items():
+        name = f"{section}.{field}" if section else field
+        if name not in SECTIONS:
             found.append((_known(name, str(path), is_table=isinstance(value, dict)), value))
+        elif isinstance(value, dict):
+            found += _keys_of(value, name, path)
+        else:
+            raise ConfigError(f"{name} in {path} must be a table: write [{name}] and its keys below")
     return found
 
 
@@ -150,7 +161,8 @@ def _checked(key: Key, value: object, origin: str, *, is_text: bool) -> object:
 
 
 def _wrong(key: Key, value: object, origin: str) -> ConfigError:
-    return ConfigError(f"{key.name} must be {key.kind}; not {_shown(value)} ({origin})")
+    shown = "what was given" if key.is_secret else _shown(value)
+    return ConfigError(f"{key.name} must be {key.kind}; not {shown} ({origin})")
 
 
 def _shown(value: object) -> str:
@@ -159,15 +171,14 @@ def _shown(value: object) -> str:
 
 
 def _nested(values: Mapping[str, object]) -> dict[str, object]:
-    nested: dict[str, dict[str, object]] = {}
-    top: dict[str, object] = {}
+    top: dict[str, Any] = {}
     for name, value in values.items():
-        key = KEYS[name]
-        if key.section:
-            nested.setdefault(key.section, {})[key.field] = value
-        else:
-            top[key.field] = value
-    return {**top, **nested}
+        table = top
+        *sections, field = name.split(".")
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[field] = value
+    return top
 
 
 def _check_together(config: Config, origin: Mapping[str, str]) -> None:
@@ -184,3 +195,15 @@ def _check_together(config: Config, origin: Mapping[str, str]) -> None:
         raise contradiction("limits.session_nbytes", "limits.uid_nbytes")
     if waits.default_s > waits.max_s:
         raise contradiction("waits.default_s", "waits.max_s")
+    _check_tiers(config, origin, contradiction)
+
+
+def _check_tiers(config: Config, origin: Mapping[str, str], contradiction: Callable[[str, str], ConfigError]) -> None:
+    tiers = config.tiers
+    if tiers.low_watermark > tiers.high_watermark:
+        raise contradiction("tiers.low_watermark", "tiers.high_watermark")
+    if 0 < tiers.host.budget < MIN_HOST_BUDGET_NBYTES:
+        raise ConfigError(
+            f"tiers.host.budget must be 0 or at least {format_size(MIN_HOST_BUDGET_NBYTES)}; not "
+            f"{format_size(tiers.host.budget)} ({origin['tiers.host.budget']})"
+        )

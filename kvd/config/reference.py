@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from kvd.config.keys import KEYS, SECTIONS
 from kvd.config.schema import Config
 
@@ -21,7 +23,7 @@ def markdown() -> str:
     parts = [_HEAD]
     for section in ("", *SECTIONS):
         if section:
-            parts.append(f"\n## [{section}]\n{type(getattr(Config(), section)).__doc__}\n")
+            parts.append(f"\n## [{section}]\n{type(attrgetter(section)(Config())).__doc__}\n")
         parts.append("\n| key | environment | flag | value | default |\n|---|---|---|---|---|\n")
         keys = [key for key in KEYS.values() if key.section == section]
         for key in keys:

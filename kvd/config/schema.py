@@ -17,6 +17,9 @@ SIZE = {"unit": "bytes"}
 
 SECONDS = {"unit": "seconds"}
 
+SECRET = {"secret": True}
+"""Marks a text that may hold a password: it is shown by `kvd.config.secrets.redacted` only."""
+
 MAX_BUDGET_NBYTES = 1 << 50
 
 Auto = Literal["auto"]
@@ -24,6 +27,8 @@ BudgetSize = Annotated[int, Meta(ge=PAGE_NBYTES, le=MAX_BUDGET_NBYTES)]
 SegmentSize = Annotated[int, Meta(ge=PAGE_NBYTES, le=1 << 40, multiple_of=PAGE_NBYTES)]
 QuotaSize = Annotated[int, Meta(ge=0, le=MAX_BUDGET_NBYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
+RedisSize = Annotated[int, Meta(ge=8 << 20, le=MAX_BUDGET_NBYTES)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +37,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     budget: Annotated[
         BudgetSize | Auto,
         Meta(
-            description="Memory for all pools together; auto is half of what the machine or the cgroup has available "
-            "at start.",
+            description="Memory for all pools together; auto is a quarter of what the machine or the cgroup has "
+            "available at start, at most 8GiB.",
             extra=SIZE,
         ),
     ] = "auto"
@@ -58,7 +63,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     huge_pages: Annotated[
         Literal["auto", "off"],
-        Meta(description="auto advises transparent huge pages where blocks are multiples of 2 MiB."),
+        Meta(
+            description="auto takes huge pages that are set aside (vm.nr_hugepages) for blocks of whole 2 MiB, and "
+            "has the kernel make transparent ones else, as far as it can; off leaves all memory in plain pages."
+        ),
     ] = "auto"
 
 
@@ -109,6 +117,93 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     ] = 300.0
 
 
+class HostTier(msgspec.Struct, frozen=True, kw_only=True):
+    """Host RAM below the pools, mapped by no client. Lost when the daemon stops."""
+
+    budget: Annotated[
+        QuotaSize,
+        Meta(description="Bytes of blocks kept here, least recently used out first; 0 is off.", extra=SIZE),
+    ] = 0
+
+
+class RedisTier(msgspec.Struct, frozen=True, kw_only=True):
+    """Redis or Valkey below the pools and the host tier: kvd's own server, or any other."""
+
+    url: Annotated[
+        str,
+        Meta(
+            description='"embedded" starts a server of kvd\'s own on a private socket; "" or "off" is none; else '
+            "unix:///path, redis://host:port, rediss://host:port, redis+cluster://host:port,host:port.",
+            max_length=4096,
+            extra=SECRET,
+        ),
+    ] = "embedded"
+    password_file: Annotated[
+        str,
+        Meta(description="File whose first line is the password; else $KVD_REDIS_PASSWORD.", max_length=4096),
+    ] = ""
+    password_env: Annotated[str, Meta(description="Environment variable that holds the password.", max_length=256)] = ""
+    ttl_s: Annotated[
+        Annotated[int, Meta(ge=1, le=365 * 86400)],
+        Meta(description="Seconds that a block stays after its last use.", extra=SECONDS),
+    ] = 3600
+    prefix: Annotated[
+        Annotated[str, Meta(pattern=r"\A[A-Za-z0-9:_.\-]{0,64}\Z")],
+        Meta(
+            description="Begins every key; daemons that are to share blocks use the same one. Letters, digits and "
+            ": _ . - only."
+        ),
+    ] = "kvd:"
+    codec: Annotated[
+        Literal["raw", "lz4", "zstd"],
+        Meta(description="How blocks are written; each codec is read. lz4 and zstd need the extra [codecs]."),
+    ] = "raw"
+    budget: Annotated[
+        RedisSize | Auto,
+        Meta(
+            description="Memory of the embedded server; auto is a third of what the pools leave available at start, "
+            "at most 8GiB.",
+            extra=SIZE,
+        ),
+    ] = "auto"
+    persistence: Annotated[
+        str,
+        Meta(
+            description="Folder in which the embedded server keeps its blocks when the daemon stops; empty keeps none.",
+            max_length=4096,
+        ),
+    ] = ""
+
+
+class Tiers(msgspec.Struct, frozen=True, kw_only=True):
+    """Where blocks live that fall out of the pools, and when they are copied there."""
+
+    spill: Annotated[
+        Literal["on_evict", "write_through", "on_second_hit"],
+        Meta(
+            description="on_evict copies the coldest blocks down before they must go, write_through each block as soon "
+            "as it is sealed, on_second_hit blocks that were found twice."
+        ),
+    ] = "on_evict"
+    after_promote: Annotated[
+        Literal["retain", "drop"], Meta(description="Whether the lower copy stays when a block comes back up.")
+    ] = "retain"
+    low_watermark: Annotated[
+        Fraction,
+        Meta(description="Spilling begins when less than this share of a pool can be given without losing a block."),
+    ] = 0.1
+    high_watermark: Annotated[Fraction, Meta(description="And ends when this share can.")] = 0.2
+    drain_s: Annotated[
+        Seconds,
+        Meta(
+            description="Most seconds that a clean stop copies blocks down, most recently used first; 0 copies none.",
+            extra=SECONDS,
+        ),
+    ] = 10.0
+    host: HostTier = HostTier()
+    redis: RedisTier = RedisTier()
+
+
 class Log(msgspec.Struct, frozen=True, kw_only=True):
     """What the daemon writes to stderr."""
 
@@ -132,4 +227,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     access: Access = Access()
     limits: Limits = Limits()
     waits: Waits = Waits()
+    tiers: Tiers = Tiers()
     log: Log = Log()

@@ -2,7 +2,8 @@
 
 | signal          | what happens                                                                                 |
 |-----------------|----------------------------------------------------------------------------------------------|
-| SIGTERM, SIGINT | clean stop: no new sessions, every client told, sockets and lock removed, exit code 0        |
+| SIGTERM, SIGINT | clean stop: every client told, blocks copied to tiers that outlive the daemon (tiers.drain_s |
+|                 | at most), the embedded server stopped, sockets and lock removed, exit code 0                 |
 | SIGHUP          | the configuration is read again; of it, log.level takes effect, the rest at the next start   |
 """
 

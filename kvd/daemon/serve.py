@@ -14,7 +14,7 @@ from kvd import __version__
 from kvd.build import assemble
 from kvd.config.schema import Config
 from kvd.daemon.folder import access_of_group, locked_folder, prepare_folder
-from kvd.daemon.process import calm_garbage_collector, raise_descriptor_limit, start_log
+from kvd.daemon.process import calm_garbage_collector, hand_over_quickly, raise_descriptor_limit, start_log
 from kvd.daemon.signals import Signals
 from kvd.errors import KvdError
 from kvd.protocol.control_page import DaemonState
@@ -44,6 +44,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 def _serve(config: Config, reload: Callable[[], Config] | None) -> None:
     started_s = time.monotonic()
     raise_descriptor_limit()
+    hand_over_quickly()
     folder = Path(config.runtime_dir)
     check_socket_path(folder / REQUEST_SOCKET)
     access = access_of_group(config.access.group)

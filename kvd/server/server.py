@@ -134,13 +134,10 @@ class Server:
         self._keep_house(self._clock())
 
     def _patience_ms(self) -> int:
-        deadlines = [
-            self._heartbeat_at_s + IDLE_HEARTBEAT_S,
-            self.service.next_deadline_s,
-            self._lobby.next_deadline_s,
-            self._sender.retry_at_s,
-        ]
-        earliest_s = min(deadline for deadline in deadlines if deadline is not None)
+        earliest_s = self._heartbeat_at_s + IDLE_HEARTBEAT_S
+        for deadline_s in (self.service.next_deadline_s, self._lobby.next_deadline_s, self._sender.retry_at_s):
+            if deadline_s is not None and deadline_s < earliest_s:
+                earliest_s = deadline_s
         return max(0, math.ceil((earliest_s - self._clock()) * 1000))
 
     def _keep_house(self, now_s: float) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.bench import catalogue, model
+from kvd.bench import catalogue, model, restart
 from kvd.bench.row import Group, Run
 from kvd.bench.start import START_GROUP
 
-QUICK = [group for group in catalogue.GROUPS if group not in (model.GROUP, START_GROUP)]
+SLOW = (model.GROUP, restart.GROUP)
+QUICK = [group for group in catalogue.GROUPS if group not in (*SLOW, START_GROUP)]
 
 
 def measured(group: Group) -> None:
@@ -27,8 +28,9 @@ def test_a_group_measures_its_rows(group):
 
 @pytest.mark.model
 @pytest.mark.timeout(600)
-def test_the_real_model_measures_its_rows():
-    measured(model.GROUP)
+@pytest.mark.parametrize("group", SLOW, ids=lambda group: group.targets[0].name)
+def test_the_real_model_measures_its_rows(group):
+    measured(group)
 
 
 def test_names_are_distinct():

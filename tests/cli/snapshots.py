@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kvd.status import ClientStatus, MemoryStatus, NamespaceStatus, PoolStatus, Snapshot
+from kvd.status import (
+    ClientStatus,
+    MemoryStatus,
+    MoverStatus,
+    NamespaceStatus,
+    PoolStatus,
+    Snapshot,
+    TierStatus,
+    TierUsage,
+)
 
 MEMORY = MemoryStatus(
     device="host", budget_nbytes=4 << 30, used_nbytes=2300 << 20, ready_nbytes=512 << 20, available_nbytes=12 << 30
@@ -73,4 +82,52 @@ EMPTY = Snapshot(
     clients=[],
     counters={},
     warnings=[],
+)
+HOST_TIER = TierStatus(
+    name="host",
+    kind="host",
+    address="",
+    state="up",
+    reason="",
+    retry_in_s=0,
+    num_hits=900,
+    num_misses=100,
+    num_puts=2000,
+    num_deletes=0,
+    read_nbytes=2 << 30,
+    read_s=0.5,
+    written_nbytes=4 << 30,
+    write_s=1.0,
+    errors={},
+    usage=TierUsage(num_blocks=100, used_nbytes=1 << 30, budget_nbytes=2 << 30),
+    usage_age_s=1,
+    details={},
+)
+REDIS_TIER = TierStatus(
+    name="redis",
+    kind="redis",
+    address="unix:///run/kvd/redis.sock",
+    state="down",
+    reason="no answer within 50 ms",
+    retry_in_s=2.4,
+    num_hits=0,
+    num_misses=0,
+    num_puts=0,
+    num_deletes=0,
+    read_nbytes=0,
+    read_s=0,
+    written_nbytes=0,
+    write_s=0,
+    errors={"timeout": 1, "refused": 1200},
+    usage=None,
+    usage_age_s=0,
+    details={"codec": "raw", "restarts": "2", "embedded_error": "the server ended by itself: killed"},
+)
+MOVER = MoverStatus(
+    num_threads=3,
+    num_threads_alive=3,
+    num_thread_restarts=1,
+    queued={"question": 0, "wanted_fill": 0, "flush": 0, "fill": 4, "spill": 1000, "measure": 0},
+    running={"question": 1, "wanted_fill": 2, "flush": 0, "fill": 0, "spill": 8, "measure": 0},
+    counters={},
 )

@@ -122,3 +122,21 @@ def test_the_script_runs_as_a_module():
         [sys.executable, "-m", "kvd.cli", "--version"], capture_output=True, text=True, check=True, timeout=60
     )
     assert kvd.__version__ in done.stdout
+
+
+def test_a_password_is_never_shown(run):
+    url = "redis://user:hunter2@host:6379"
+    shown = run("config", "show", "--tiers-redis-url", url).stdout
+    assert 'url = "redis://user:***@host:6379"' in shown
+    assert "password not shown" in shown
+    values = json.loads(run("config", "show", "--json", "--tiers-redis-url", url).stdout)
+    assert values["tiers.redis.url"]["value"] == "redis://user:***@host:6379"
+    assert "hunter2" not in shown
+
+
+def test_check_reads_the_url_that_serve_would_only_warn_of(run):
+    result = run("config", "check", "--tiers-redis-url", "http://:hunter2@host")
+    assert result.exit_code == 7
+    assert "unix://" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "hunter2" not in result.stderr

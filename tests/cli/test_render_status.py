@@ -11,7 +11,7 @@ from rich.console import Console
 from kvd.cli.processes import Process
 from kvd.cli.render_status import render_status
 from kvd.status import Snapshot
-from tests.cli.snapshots import CLIENT, EMPTY, FULL, NAMESPACE, POOL
+from tests.cli.snapshots import CLIENT, EMPTY, FULL, HOST_TIER, MOVER, NAMESPACE, POOL, REDIS_TIER
 
 PROCESSES = {12345: Process("python generate.py --model smollm2 --prompts many.txt", 300 << 20)}
 
@@ -40,6 +40,21 @@ memory host  -------------             2.2 GiB of 4 GiB in pools
 no clients
 """
 
+GOLDEN_TIERS = """\
+tier   state               holds  hits     up   down  errors  where
+host   up         1 GiB of 2 GiB  90 %  2 GiB  4 GiB       0
+redis  down, 3 s               -     -      -      -   1,201  unix:///run/kvd/r?
+speed: host 4 GiB/s up 4 GiB/s down
+copying: 2 up (waited for), 4 up ahead of need, 1,008 down
+! redis: the embedded server was started again 2 times
+! redis: the server ended by itself: killed
+! redis errors: 1,200 refused, 1 timeout
+! 1 copy threads died of a defect and were replaced: see the log
+
+pool  cached tokens  reused  hits  below  engine          model
+   0         80,000  14,400  90 %   40 %  transformers/1  smollm2-135m-instruct?
+"""
+
 
 def text(snapshot: Snapshot, *, width: int = 80, encoding: str = "ascii", own_pid: int | None = None) -> str:
     raw = io.BytesIO()
@@ -55,6 +70,17 @@ def test_the_page():
 
 def test_the_page_of_a_daemon_nobody_uses():
     assert text(EMPTY) == GOLDEN_EMPTY
+
+
+def test_tiers_show_what_they_do_and_what_is_wrong():
+    counters = {**NAMESPACE.counters, "asked_below": 50, "found_below": 20}
+    snapshot = with_fields(
+        FULL,
+        tiers=[HOST_TIER, REDIS_TIER],
+        mover=MOVER,
+        namespaces=[with_fields(NAMESPACE, counters=counters)],
+    )
+    assert GOLDEN_TIERS in text(snapshot)
 
 
 def test_the_session_that_asks_is_left_out():

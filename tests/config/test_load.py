@@ -57,7 +57,10 @@ def test_an_empty_variable_is_one_not_set():
 @pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)
 def test_every_key_can_be_set_from_the_environment(key):
     by_kind = {"text": "some", "true or false": "true"}
-    text = key.choices[0] if key.choices else "8192" if key.is_size else by_kind.get(key.kind, "9")
+    is_share = key.kind == "a number from 0 to 1"
+    text = (
+        key.choices[0] if key.choices else "2MiB" if key.is_size else by_kind.get(key.kind, "0.1" if is_share else "9")
+    )
     assert load(None, {key.env: text}).origin[key.name] == f"environment {key.env}"
 
 
@@ -98,6 +101,19 @@ def test_foreign_variables_are_named_but_harmless():
         ('[memory]\nbudget = "4MiB"\nsegment = "8MiB"', ["memory.segment (8MiB", "memory.budget (4MiB"]),
         ("[waits]\ndefault_s = 500", ["waits.default_s (500", "waits.max_s (300"]),
         ('[limits]\nsession_nbytes = "2GiB"\nuid_nbytes = "1GiB"', ["limits.session_nbytes", "limits.uid_nbytes"]),
+        ("tiers = 1", ["tiers", "[tiers]"]),
+        ("[tiers]\nredis = 1", ["tiers.redis", "[tiers.redis]"]),
+        ("[tiers.redsi]\nurl = ''", ["tiers.redsi", "did you mean tiers.redis?"]),
+        ("[tiers.redis]\nurll = ''", ["tiers.redis.urll", "did you mean tiers.redis.url?"]),
+        ("[tiers]\nspill = 'never'", ["tiers.spill", "on_evict, write_through, on_second_hit"]),
+        ("[tiers]\nlow_watermark = 0.5", ["tiers.low_watermark (0.5", "tiers.high_watermark (0.2"]),
+        ("[tiers]\nhigh_watermark = 2", ["tiers.high_watermark", "from 0 to 1"]),
+        ("[tiers.host]\nbudget = 4096", ["tiers.host.budget", "0 or at least 1MiB", "not 4KiB"]),
+        ("[tiers.redis]\nttl_s = 0", ["tiers.redis.ttl_s", "from 1 to 31536000", "not 0"]),
+        ("[tiers.redis]\nttl_s = 1.5", ["tiers.redis.ttl_s", "whole number"]),
+        ("[tiers.redis]\nbudget = '1MiB'", ["tiers.redis.budget", "from 8MiB", "auto"]),
+        ("[tiers.redis]\nprefix = 'a*'", ["tiers.redis.prefix", "not 'a*'"]),
+        ("[tiers.redis]\ncodec = 'gzip'", ["tiers.redis.codec", "raw, lz4, zstd"]),
         ("not toml at all", ["is not TOML"]),
         ("runtime_dir = 3", ["runtime_dir", "text"]),
         ('runtime_dir = "/tmp/a\\u0000b"', ["NUL"]),
@@ -131,3 +147,34 @@ def test_a_missing_file_says_so(tmp_path):
 
 def test_flat_values_follow_the_schema():
     assert list(as_flat(load(None, {}).config)) == list(KEYS)
+
+
+def test_sections_nest_in_the_file_the_environment_and_flags(toml):
+    path = toml('[tiers]\nspill = "write_through"\n[tiers.redis]\nurl = "unix:///r.sock"\nttl_s = 60\n')
+    environ = {"KVD_TIERS_REDIS_URL": "redis://host", "KVD_TIERS_HOST_BUDGET": "1GiB"}
+    loaded = load(path, environ, {"tiers.redis.budget": "64MiB"})
+    tiers = loaded.config.tiers
+    assert (tiers.spill, tiers.redis.url, tiers.redis.ttl_s) == ("write_through", "redis://host", 60)
+    assert (tiers.host.budget, tiers.redis.budget) == (GIB, 64 << 20)
+    assert loaded.origin["tiers.redis.url"] == "environment KVD_TIERS_REDIS_URL"
+    assert loaded.origin["tiers.redis.budget"] == "flag --tiers-redis-budget"
+
+
+def test_an_empty_url_of_a_file_is_no_redis(toml):
+    assert load(toml('[tiers.redis]\nurl = ""\n'), {}).config.tiers.redis.url == ""
+
+
+def test_folders_become_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    redis = load(None, {"KVD_TIERS_REDIS_PERSISTENCE": "state"}).config.tiers.redis
+    assert redis.persistence == str(tmp_path / "state")
+
+
+def test_the_password_variable_is_no_key():
+    assert load(None, {"KVD_REDIS_PASSWORD": "x"}).ignored_environment == ()
+
+
+def test_a_wrong_secret_is_not_quoted():
+    with pytest.raises(ConfigError) as caught:
+        load(None, {"KVD_TIERS_REDIS_URL": "redis://:hunter2@host/" + "x" * 5000})
+    assert "hunter2" not in str(caught.value)

@@ -23,13 +23,13 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_four_processes_share_two_documents(tmp_path: Path) -> None:
+def test_five_processes_and_two_daemons_share_two_documents(tmp_path: Path) -> None:
     done = subprocess.run(COMMAND, env=environ(tmp_path), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.split()[-1:] == ["yes"]}
-    assert list(rows) == ["A", "B", "C", "D"]
+    assert list(rows) == ["A", "B", "C", "D", "E"]
     reused = {name: int(row[2].replace(",", "")) for name, row in rows.items()}
-    assert (reused["A"], reused["B"]) == (0, 2048)
+    assert (reused["A"], reused["B"], reused["E"]) == (0, 2048, 2048)
     # One of the two computed the second document; what it reused is at most the chat template's first words.
     assert sorted((reused["C"] > 1900, reused["D"] > 1900)) == [False, True]
     assert all(row[3:5] == ["0", "B"] for row in rows.values())

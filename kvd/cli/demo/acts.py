@@ -53,6 +53,13 @@ def at_the_same_moment(folder: Path, runtime_dir: Path, seen: Seen, while_attach
         return results
 
 
+def after_a_restart(folder: Path, runtime_dir: Path, seen: Seen) -> list[Result]:
+    """A process that starts when daemon and memory are new asks about the first document."""
+    with ExitStack() as stack:
+        worker = _start(stack, folder, runtime_dir, "E", "pump", "How often must the oil be changed?")
+        return _play([worker], seen)
+
+
 def _start(stack: ExitStack, folder: Path, runtime_dir: Path, name: str, document: str, question: str) -> Worker:
     log = folder / f"worker-{name}.log"
     return stack.enter_context(

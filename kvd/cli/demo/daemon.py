@@ -7,9 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import kvd_client
@@ -17,41 +16,62 @@ from kvd.errors import ConnectionFailed, DaemonUnavailable, RequestTimeout
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
+DRAIN_TIMEOUT_S = 60.0
+"""Copying everything down and writing it to disk, on a slow one."""
 _POLL_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
 class PrivateDaemon:
-    """A running daemon. `folder` is the demo's, `runtime_dir` the daemon's within it."""
+    """A running daemon. `folder` is the demo's, `runtime_dir` its own within it. `process` changes at a restart."""
 
-    folder: Path
-    runtime_dir: Path
-    process: subprocess.Popen[bytes]
+    def __init__(self, folder: Path, options: Sequence[str]) -> None:
+        """Starts it. Raises `DaemonUnavailable` with its own last line when it does not come up."""
+        self.folder = folder
+        self.runtime_dir = folder / "run"
+        self._log = folder / "daemon.log"
+        (config := folder / "kvd.toml").touch()
+        self._command = [sys.executable, "-m", "kvd.cli", "serve", "--config", str(config)]
+        self._command += ["--runtime-dir", str(self.runtime_dir), *options]
+        self.process = self._spawn()
+
+    def restart(self) -> None:
+        """Stops it cleanly, waiting as long as that takes, and starts it anew. Raises as the constructor."""
+        self.process.terminate()
+        try:
+            code = self.process.wait(DRAIN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            stop(self.process)
+            raise DaemonUnavailable("the demo's daemon did not stop in time") from None
+        if code:
+            raise DaemonUnavailable(f"the demo's daemon ended with exit code {code}: {last_line(self._log)}")
+        self.process = self._spawn()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as output:
+            process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=clean_environ()
+            )
+        try:
+            _await_ready(process, self.runtime_dir, self._log)
+        except BaseException:
+            stop(process)
+            raise
+        return process
 
 
 @contextmanager
 def private_daemon(*options: str) -> Iterator[PrivateDaemon]:
     """Starts a daemon that no environment or file of the user configures; stops it and removes its folder at the end.
 
-    `options` go to `kvd serve`.
+    `options` go to `kvd serve`; "{folder}" in them is the demo's folder.
     Raises `DaemonUnavailable` with the daemon's own last line when it does not come up.
     """
     with tempfile.TemporaryDirectory(prefix="kvd-demo-") as name:
-        folder = Path(name)
-        config, log = folder / "kvd.toml", folder / "daemon.log"
-        config.touch()
-        runtime_dir = folder / "run"
-        command = [sys.executable, "-m", "kvd.cli", "serve", "--config", str(config), "--runtime-dir", str(runtime_dir)]
-        command += options
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=clean_environ()
-            )
+        daemon = PrivateDaemon(Path(name), [option.replace("{folder}", name) for option in options])
         try:
-            _await_ready(process, runtime_dir, log)
-            yield PrivateDaemon(folder, runtime_dir, process)
+            yield daemon
         finally:
-            stop(process)
+            stop(daemon.process)
 
 
 def clean_environ() -> dict[str, str]:

@@ -1,0 +1,72 @@
+"""The verbs about what lies below memory: how far a prefix reaches, bring it up, copy down, forget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvd.block import NamespaceDigest
+from kvd.hashing import Namespace, chain_hashes, encode_tokens, pack_hashes
+from kvd.protocol.replies import Done, Flushed, Matched, Spilling
+from kvd.protocol.requests import Flush, Match, Prefetch, Spill
+from kvd_client import verbs
+from kvd_client.link import Link
+from kvd_client.verb import Tokens, Verb, expect
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far a prefix is cached, in tokens, multiples of block_tokens."""
+
+    num_resident: int
+    """In memory."""
+    by_tier: dict[str, int]
+    """Tier name, nearest first -> how far memory, that tier and those before it reach together.
+
+    Empty when there is no tier below, or none answered in time.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class FlushOutcome:
+    """What a flush did."""
+
+    num_namespaces: int
+    num_blocks: int
+    """That left memory."""
+    untold: tuple[str, ...]
+    """Tiers that are down; they are told before anything else is asked of them."""
+
+
+def reach(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[Reach]:
+    """Asks memory and every tier."""
+    handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))
+    matched = expect((yield Match(link.next_id(), link.epoch, handle, hashes)), Matched)
+    block_tokens = namespace.layout.block_tokens
+    by_tier = {name: length * block_tokens for name, length in zip(matched.tiers, matched.reach, strict=True)}
+    return Reach(matched.num_resident * block_tokens, by_tier)
+
+
+def prefetch(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[None]:
+    """Returns when the daemon knows of it."""
+    handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))
+    expect((yield Prefetch(link.next_id(), link.epoch, handle, hashes)), Done)
+
+
+def flush(link: Link, *, namespace: bytes, model: str, tier: str) -> Verb[FlushOutcome]:
+    """Returns when every tier was told, or could not be."""
+    link.require_alive()
+    request = Flush(link.next_id(), link.epoch, namespace=namespace, model=model, tier=tier)
+    flushed = expect((yield request), Flushed)
+    return FlushOutcome(flushed.num_namespaces, flushed.num_blocks, tuple(flushed.untold))
+
+
+def spill(link: Link) -> Verb[int]:
+    """Returns at once."""
+    link.require_alive()
+    return expect((yield Spill(link.next_id(), link.epoch)), Spilling).num_left
+
+
+def _named(link: Link, namespace: Namespace, tokens: bytes) -> Verb[tuple[int, bytes]]:
+    cache = yield from verbs.open_cache(link, namespace)
+    hashes = chain_hashes(NamespaceDigest(cache.digest), tokens, namespace.layout.block_tokens)
+    return cache.handle, pack_hashes(hashes)
