@@ -2,93 +2,95 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import select
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import kvd_client
-from tests.support.daemon import running_daemon
+from kvd.status import Snapshot
+from tests.soak.probe import Probe
+from tests.soak.workers import Workers
+from tests.support.daemon import Daemon, running_daemon
+from tests.support.redis_servers import running_server
 from tests.support.wait import eventually
 
-NUM_WORKERS = 8
 DURATION_S = float(os.environ.get("KVD_SOAK_S", "120"))
 
 
-class Workers:
-    """The client processes, and what they reported."""
+def num_descriptors_when_settled(daemon: Daemon, budget_nbytes: int) -> int:
+    """With all memory made and one client: from then on the daemon needs no further descriptors for itself."""
+    with kvd_client.connect(daemon.folder) as client:
+        eventually(lambda: client.status().memory.ready_nbytes == budget_nbytes)
+        return daemon.num_descriptors()
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started = 0
-        self.processes: list[subprocess.Popen[str]] = []
-        self.reports: list[dict[str, int]] = []
 
-    def start(self) -> None:
-        self.started += 1
-        command = [sys.executable, "-m", "tests.soak.worker", str(self.folder), str(self.started)]
-        self.processes.append(
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        )
-
-    def kill_one(self, choose: random.Random) -> None:
-        victim = self.processes.pop(choose.randrange(len(self.processes)))
-        os.kill(victim.pid, signal.SIGKILL)
-        self.collect(victim, killed=True)
-
-    def collect(self, process: subprocess.Popen[str], *, killed: bool) -> None:
-        output, _ = process.communicate(timeout=60)
-        assert process.returncode == (-signal.SIGKILL if killed else 0), output
-        self.reports += [json.loads(line) for line in output.splitlines()]
-
-    def check_alive(self) -> None:
-        """A worker ends early only when it saw a wrong byte or an error it does not expect."""
-        for process in self.processes:
-            assert process.poll() is None, process.communicate()
-
-    def stop(self) -> None:
-        while self.processes:
-            self.collect(self.processes.pop(), killed=False)
+def check_nothing_is_left(daemon: Daemon) -> Snapshot:
+    """No reference, no reservation, no copy under way, no broken invariant."""
+    with kvd_client.connect(daemon.folder) as client:
+        eventually(lambda: len(client.status().clients) == 1, timeout_s=5)
+        eventually(lambda: client.status().pools[0].num_filling == 0, timeout_s=5)
+        eventually(lambda: client.status().pools[0].num_references == 0, timeout_s=5)
+        client.check()
+        snapshot = client.status()
+    (pool,) = snapshot.pools
+    assert (pool.num_references, pool.num_reserved, pool.num_filling) == (0, 0, 0)
+    assert pool.counters["hits"] > 0
+    assert pool.counters["evictions"] > 0
+    return snapshot
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(DURATION_S + 120)
 def test_eight_processes_with_one_killed_each_second_see_only_right_bytes_and_leave_nothing(tmp_path: Path) -> None:
-    choose = random.Random(20)
     # About half of the working set fits, so that eviction runs all the time.
     with running_daemon(tmp_path, budget="8MiB", segment="1MiB", prefault="background") as daemon:
-        with kvd_client.connect(daemon.folder) as client:
-            # All memory is made ahead, so that the descriptors counted here are all there will ever be.
-            eventually(lambda: client.status().memory.ready_nbytes == 8 << 20)
-            num_descriptors = daemon.num_descriptors()
-        workers = Workers(daemon.folder)
-        for _ in range(NUM_WORKERS):
-            workers.start()
-        deadline = time.monotonic() + DURATION_S
-        next_kill = time.monotonic() + 1
-        while (now := time.monotonic()) < deadline:
-            select.select([], [], [], max(0.0, min(next_kill, deadline) - now))
-            workers.check_alive()
-            if time.monotonic() >= next_kill:
-                next_kill += 1
-                workers.kill_one(choose)
-                workers.start()
+        num_descriptors = num_descriptors_when_settled(daemon, 8 << 20)
+        workers = Workers(daemon.folder, num_prefixes=12)
+        workers.run(DURATION_S)
         workers.stop()
 
-        with kvd_client.connect(daemon.folder) as client:
-            eventually(lambda: len(client.status().clients) == 1, timeout_s=5)
-            client.check()
-            snapshot = client.status()
+        assert workers.total("verified_nbytes") > 0
+        check_nothing_is_left(daemon)
+        with kvd_client.connect(daemon.folder):
             eventually(lambda: daemon.num_descriptors() == num_descriptors, timeout_s=5)
-        (pool,) = snapshot.pools
-        assert (pool.num_references, pool.num_reserved, pool.num_filling) == (0, 0, 0)
-        assert sum(report.get("verified_nbytes", 0) for report in workers.reports) > 0
-        assert pool.counters["hits"] > 0
-        assert pool.counters["evictions"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(DURATION_S + 120)
+def test_the_same_over_three_tiers_while_redis_freezes_and_dies(tmp_path: Path) -> None:
+    # 120 prefixes of up to 24 blocks of 16 KiB are a working set of about 45 MiB: a quarter of it is the pool, half the
+    # host tier, and Redis has room for all.
+    with running_server() as server:
+        tiers = {"host": {"budget": 22 << 20}, "redis": {"url": server.url}}
+        with running_daemon(tmp_path, budget="11MiB", segment="1MiB", prefault="background", tiers=tiers) as daemon:
+            with Probe(daemon.folder) as probe:
+                workers = Workers(daemon.folder, num_prefixes=120)
+                freeze_s, kill_s = DURATION_S * 0.3, DURATION_S * 0.6
+                due = [(freeze_s, server.freeze), (freeze_s + 5, server.thaw), (kill_s, server.kill)]
+                due.append((kill_s + 1, lambda: void(server.start())))
+
+                def trouble(elapsed_s: float) -> None:
+                    while due and elapsed_s >= due[0][0]:
+                        due.pop(0)[1]()
+                    probe.measure()
+
+                workers.run(DURATION_S, trouble)
+                workers.stop()
+
+            assert not due
+            assert workers.total("verified_nbytes") > 0
+            snapshot = check_nothing_is_left(daemon)
+            host, redis = snapshot.tiers
+            assert host.num_hits > 0
+            assert redis.num_puts > 0
+            assert redis.errors
+            with server.client() as client:
+                # It was restarted empty, so what it holds was spilled after its death: that resumed by itself.
+                assert client.dbsize() > 0
+            # Because of Redis: beyond what the same machine, in the same minutes, does to a begin that never asks it.
+            assert probe.longest_below_s - probe.longest_resident_s < 0.1
+
+
+def void(_value: object) -> None:
+    """For a callable whose answer nobody wants."""

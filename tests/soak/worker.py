@@ -7,23 +7,21 @@ with that content. Prints one JSON line at the end; exits with 1 at the first wr
 from __future__ import annotations
 
 import json
-import os
 import random
 import select
 import sys
 
 import kvd_client
 from kvd.errors import OutOfBlocks, SequenceTooLong
-from kvd.hashing import chain_hashes, encode_tokens, namespace_digest
+from kvd.hashing import chain_hashes, encode_tokens
 from tests.soak.content import LAYOUT, MODEL, block_bytes
 
-NUM_PREFIXES = 12
 MAX_TOKENS = 40 * LAYOUT.block_tokens
 
 
-def prompt(choose: random.Random) -> list[int]:
+def prompt(choose: random.Random, num_prefixes: int) -> list[int]:
     """A shared prefix of random depth (the same for every process), then a tail of this process's own."""
-    prefix = random.Random(choose.randrange(NUM_PREFIXES))
+    prefix = random.Random(choose.randrange(num_prefixes))
     shared = [prefix.randrange(50_000) for _ in range(24 * LAYOUT.block_tokens)]
     keep = choose.randrange(len(shared))
     return shared[:keep] + [choose.randrange(50_000) for _ in range(choose.randrange(1, 8 * LAYOUT.block_tokens))]
@@ -31,8 +29,7 @@ def prompt(choose: random.Random) -> list[int]:
 
 def expected(cache: kvd_client.Cache, tokens: list[int]) -> bytes:
     """The right bytes of all full blocks of `tokens`."""
-    digest = namespace_digest(cache.namespace, f"gid:{os.getgid()}")
-    hashes = chain_hashes(digest, encode_tokens(tokens), LAYOUT.block_tokens)
+    hashes = chain_hashes(cache.digest, encode_tokens(tokens), LAYOUT.block_tokens)
     return b"".join(map(block_bytes, hashes))
 
 
@@ -54,7 +51,7 @@ def fill(seq: kvd_client.Sequence, right: bytes, num_tokens: int) -> None:
     seq.advance(num_tokens - start)
 
 
-def main(folder: str, seed: str) -> None:
+def main(folder: str, seed: str, num_prefixes: int) -> None:
     """Runs until standard input is closed."""
     choose = random.Random(seed)
     totals = {"sequences": 0, "verified_nbytes": 0, "cached_tokens": 0, "out_of_blocks": 0}
@@ -62,9 +59,9 @@ def main(folder: str, seed: str) -> None:
         cache = client.cache(model=MODEL, layout=LAYOUT)
         print(json.dumps({"ready": True}), flush=True)
         while not select.select([sys.stdin], [], [], 0)[0]:
-            tokens = prompt(choose)
+            tokens = prompt(choose, num_prefixes)
             try:
-                with cache.sequence(tokens, max_tokens=MAX_TOKENS, wait_s=1.0) as seq:
+                with cache.sequence(tokens, max_tokens=MAX_TOKENS) as seq:
                     totals["sequences"] += 1
                     totals["cached_tokens"] += seq.num_cached_tokens
                     right = expected(cache, tokens)
@@ -106,4 +103,4 @@ def branch(seq: kvd_client.Sequence, cache: kvd_client.Cache, tokens: list[int],
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
