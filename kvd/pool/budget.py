@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvd.pool.blocks import Segment
 from kvd.pool.store import BlockStore, age
 
 
@@ -72,7 +73,7 @@ class Budget:
         """Segments the pool could get at most: the room, and what the other pools could give up."""
         floor = self.floor
         reclaimable = sum(
-            min(store.num_unpinned(), max(0, store.num_active() - floor))
+            min(len(store.unpinned()), max(0, store.num_active() - floor))
             for store in self.stores
             if store is not asking
         )
@@ -81,18 +82,26 @@ class Budget:
     def reclaim(self, asking: BlockStore, wanted_room: int, *, colder_than: int | None) -> None:
         """Takes unpinned segments from other pools, the coldest first, until there is room for `wanted_room`.
 
-        Only ones not used since the stamp `colder_than`, unless that is None. Pools at their floor keep theirs.
+        Only ones not used since the stamp `colder_than`, unless that is None. Pools at their floor keep theirs. Takes
+        none where that would give no room at all, since retiring segments still hold memory above the limit.
         """
-        floor = self.floor
-        while self.headroom < wanted_room:
-            candidates = [
+        spare = {store.pool_id: store.num_active() - self.floor for store in self.stores if store is not asking}
+        candidates = sorted(
+            (
                 (age(segment), store, segment)
                 for store in self.stores
-                if store is not asking and store.num_active() > floor and (segment := store.coldest_unpinned())
-            ]
-            if not candidates:
-                return
-            stamp, store, segment = min(candidates, key=lambda candidate: candidate[0])
-            if colder_than is not None and stamp >= colder_than:
-                return
-            store.retire(segment)
+                if store is not asking
+                for segment in store.unpinned()
+            ),
+            key=lambda candidate: candidate[0],
+        )
+        chosen: list[tuple[BlockStore, Segment]] = []
+        for stamp, store, segment in candidates:
+            if self.headroom + len(chosen) >= wanted_room or (colder_than is not None and stamp >= colder_than):
+                break
+            if spare[store.pool_id] > 0:
+                spare[store.pool_id] -= 1
+                chosen.append((store, segment))
+        if self.headroom + len(chosen) > 0:
+            for store, segment in chosen:
+                store.retire(segment)

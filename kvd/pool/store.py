@@ -270,10 +270,9 @@ class BlockStore:
         self.free(idle)
         self._drop_if_free(segment)
 
-    def coldest_unpinned(self) -> Segment | None:
-        """Of the ACTIVE segments nobody holds a block of, the empty or else least recently used; O(segments)."""
-        candidates = (s for s in self.segments.values() if s.state is SegmentState.ACTIVE and not s.num_pinned)
-        return min(candidates, key=age, default=None)
+    def unpinned(self) -> list[Segment]:
+        """The ACTIVE segments nobody holds a block of; O(segments)."""
+        return [s for s in self.segments.values() if s.state is SegmentState.ACTIVE and not s.num_pinned]
 
     def least_pinned(self) -> Segment | None:
         """The ACTIVE segment with the fewest held blocks, the coldest of those; O(segments)."""
@@ -283,10 +282,6 @@ class BlockStore:
     def num_active(self) -> int:
         """Segments that are not retiring; O(segments)."""
         return sum(s.state is SegmentState.ACTIVE for s in self.segments.values())
-
-    def num_unpinned(self) -> int:
-        """ACTIVE segments nobody holds a block of; O(segments)."""
-        return sum(s.state is SegmentState.ACTIVE and not s.num_pinned for s in self.segments.values())
 
     def next_eviction(self) -> Block | None:
         """Which block goes first: one with a copy below before one without, the least recently used of its kind."""

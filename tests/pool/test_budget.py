@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.block import NamespaceDigest, SegmentId, SessionId
+from kvd.block import BlockId, NamespaceDigest, SegmentId, SessionId
 from kvd.errors import InvalidLayout, InvalidRequest, OutOfBlocks, OutOfMemory, QuotaExceeded
-from kvd.pool import BudgetUsage, DroppedSegment, Grow, Pool, Pools
+from kvd.pool import Begun, BudgetUsage, DroppedSegment, Grow, Pool, Pools
 from tests.pool.tiny import ALICE, BLOCK, BOB, h, hashes, ids
 
 SEGMENT = 2 * BLOCK
@@ -315,3 +315,24 @@ def test_a_segment_that_only_pays_for_a_retiring_one_is_no_room_to_grow() -> Non
     assert pools.take_dropped() == []
     one.release(ALICE, reserved=ids(held[2]))
     assert two.reserve(ALICE, 1) == Grow(1)
+
+
+def test_no_segment_of_another_pool_goes_where_that_would_give_no_room() -> None:
+    pools, one, two = two_pools(4)
+
+    def hold(pool: Pool, names: str) -> list[BlockId]:
+        keep(pools, pool, names)
+        namespace = pool.namespace(NamespaceDigest(h("n")))
+        begun = pool.begin(BOB, namespace, hashes(names), max_cached=2, num_blocks=2, announce=False, may_wait=False)
+        assert isinstance(begun, Begun)
+        return begun.blocks
+
+    hold(two, "a b")
+    cd, ef, xy = hold(two, "c d"), hold(two, "e f"), hold(one, "x y")
+    pools.set_budget(3 * SEGMENT)  # a b retires, and stays above the budget while BOB holds it
+    two.release(BOB, blocks=cd)
+    two.release(BOB, blocks=ef)
+    one.release(BOB, blocks=xy)
+    assert len(reserve(pools, one, 1)) == 1  # evicts y, younger than c d: giving up c d would only pay for a b
+    assert pools.take_dropped() == []
+    assert two.match(hashes("c d")) == 2
