@@ -12,7 +12,7 @@ SETUP_INPUTS := pyproject.toml constraints.txt tools/setup
 help:  ## show the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 10
 
-demo: $(RUN)  ## two processes share a real model's KV cache
+demo: $(RUN)  ## processes share a real model's KV cache
 	@$(BIN)/kvd demo
 
 bench: $(RUN)  ## the numbers, each beside its limit

@@ -16,6 +16,9 @@ SEGMENTS_PER_BUDGET = 64
 DESCRIPTORS_PER_SESSION = 4
 """Session socket, pidfd, ZeroMQ connection, and one to spare."""
 DESCRIPTORS_PER_SEGMENT = 2
+"""The writable and the read-only one, in a pool or in the host tier."""
+DESCRIPTORS_PER_COPIED_SEGMENT = DESCRIPTORS_PER_SEGMENT + 1
+"""Python's mmap keeps one of its own, from the first copy of a block of the pool's segment to or from a tier."""
 DESCRIPTORS_BESIDES = 600
 """Connections that have not said hello, what `kvd.server.headroom` keeps free, and the daemon's own few."""
 
@@ -38,9 +41,13 @@ def decide_sizes(memory: Memory, available_nbytes: int) -> Sizes:
     return Sizes(auto_budget_nbytes(available_nbytes, segment_nbytes), segment_nbytes)
 
 
-def session_capacity(max_descriptors: int, sizes: Sizes) -> int:
+def session_capacity(max_descriptors: int, sizes: Sizes, *, has_tiers: bool = False, host_tier_nbytes: int = 0) -> int:
     """How many sessions the descriptors are enough for, beside those of every segment; at least one."""
-    num_own = DESCRIPTORS_BESIDES + sizes.budget_nbytes // sizes.segment_nbytes * DESCRIPTORS_PER_SEGMENT
+    per_segment = DESCRIPTORS_PER_COPIED_SEGMENT if has_tiers else DESCRIPTORS_PER_SEGMENT
+    num_own = DESCRIPTORS_BESIDES + sizes.budget_nbytes // sizes.segment_nbytes * per_segment
+    if host_tier_nbytes:
+        # A host tier smaller than a segment is one smaller segment.
+        num_own += max(1, host_tier_nbytes // sizes.segment_nbytes) * DESCRIPTORS_PER_SEGMENT
     return max(1, (max_descriptors - num_own) // DESCRIPTORS_PER_SESSION)
 
 

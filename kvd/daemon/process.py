@@ -22,7 +22,7 @@ def hand_over_quickly() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Takes all the descriptors the hard limit allows: each session needs three, each segment two."""
+    """Takes all the descriptors the hard limit allows; `kvd.build.sizes` counts what they are needed for."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -45,9 +45,26 @@ def calm_garbage_collector() -> None:
     """Keeps full collections, which stop the loop for as long as they walk over every object, rare and short.
 
     What exists after the start lives for ever, so it is frozen. Messages hold no cycles (`gc=False` structs) and die by
-    reference count. What grows is one object a sealed block; a full collection over a million of them takes a fifth of
-    a second, hence the high thresholds: it is there to find a leak of cycles, not to find garbage.
+    reference count. What grows is the pools, see `GrowthFreezer`. Hence the high thresholds: the collector is there to
+    find a leak of cycles, not to find garbage.
     """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
+
+
+class GrowthFreezer:
+    """Takes the pools' tables out of the collector's sight as they grow.
+
+    They are few objects with an entry a block each: a full collection that walks over a million entries stops the loop
+    for some 40 ms. They live as long as their segments, and no cycle runs through them that nobody takes apart.
+    """
+
+    def __init__(self) -> None:
+        self._frozen_nbytes = 0
+
+    def look(self, used_nbytes: int) -> None:
+        """Freezes what exists, at once, when the pools have more than twice the memory of the last time."""
+        if used_nbytes > 2 * self._frozen_nbytes:
+            self._frozen_nbytes = used_nbytes
+            gc.freeze()

@@ -128,7 +128,7 @@ class DeviceStock:
             self._changed.notify()
 
     def retry(self) -> None:
-        """Forgets a failure: what is wanted is tried again."""
+        """Forgets a failure: what is requested from now on, or was since it, is tried again."""
         with self._changed:
             self._failed = None
             self._changed.notify()
@@ -224,7 +224,8 @@ class DeviceStock:
 
     def _fail(self, reason: str) -> None:
         with self._changed:
-            self._num_making, self._failed = 0, reason
+            # Whoever waited is refused now, and asks again if it still wants any when there is memory again.
+            self._num_making, self._failed, self._wanted = 0, reason, 0
             told, self._told = self._told, True
         if not told:
             _log.warning("no more device memory for segments, going on with %d: %s", self._num_held(), reason)

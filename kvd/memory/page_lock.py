@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from kvd.cuda import Context, address_of
-from kvd.errors import CudaDeviceLost, CudaError
+from kvd.errors import CudaDeviceLost, CudaError, CudaMisuse
 
 LOCK_STEP_NBYTES = 1 << 30
 """The driver holds locks of the whole machine while it pins: never for more than this in one call."""
@@ -75,9 +75,9 @@ class StagingMemory:
             self.unlocked = str(error)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """A part of it, writable."""
+        """A part of it, writable. Raises `CudaMisuse` once it is closed."""
         if self._mapping is None:
-            raise ValueError("the staging memory was closed")
+            raise CudaMisuse("the staging memory was closed")
         return memoryview(self._mapping)[offset : offset + nbytes]
 
     def close(self) -> None:

@@ -91,21 +91,28 @@ class HostSegment:
         return memoryview(self._mapping)[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Gives the memory back to the machine and closes both descriptors. Never raises."""
+        """Gives the memory back to the machine and closes both descriptors. Nobody maps it any more. Never raises."""
+        if self.writable_fd >= 0:
+            # A process that ignores its revoke still holds a descriptor; the punched memory is free all the same.
+            # It cannot fail on a memfd of ours, and if it did the close would still free it with the last holder.
+            _libc.fallocate(self.writable_fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, 0, self.nbytes)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Closes both descriptors; who still maps the memory keeps its bytes, and the last of them frees it.
+
+        Idempotent; never raises.
+        """
         self._mapping = None
         writable_fd, self.writable_fd = self.writable_fd, -1
         read_only_fd, self.read_only_fd = self.read_only_fd, -1
-        if writable_fd >= 0:
-            # A process that ignores its revoke still holds a descriptor; the punched memory is free all the same.
-            # It cannot fail on a memfd of ours, and if it did the close below would still free it with the last holder.
-            _libc.fallocate(writable_fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, 0, self.nbytes)
-            os.close(writable_fd)
-        if read_only_fd >= 0:
-            os.close(read_only_fd)
+        for descriptor in (writable_fd, read_only_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
 
     @property
     def closed(self) -> bool:
-        """Whether `close()` was called."""
+        """Whether `close()` or `let_go()` was called."""
         return self.writable_fd < 0
 
     def __enter__(self) -> Self:

@@ -128,18 +128,22 @@ class SegmentStock:
             self._changed.notify()
 
     def retry(self) -> None:
-        """Forgets a failure: what is wanted is tried again."""
+        """Forgets a failure: what is requested from now on, or was since it, is tried again."""
         with self._changed:
             self._failed = None
             self._huge_pages_short = False
             self._changed.notify()
 
     def set_budget(self, budget_nbytes: int) -> None:
-        """From now on at most this much; ready segments above it are destroyed, taken ones are the pools' affair."""
+        """From now on at most this much; ready segments above it are destroyed, taken ones are the pools' affair.
+
+        Those of huge pages, which are made only when somebody asks, go last.
+        """
         with self._changed:
             self._max_segments = budget_nbytes // self.segment_nbytes
-            while self._ready[False] and self._num_held() > self._max_segments:
-                self._discarded.append(self._ready[False].pop())
+            for shelf in (self._ready[False], self._ready[True]):
+                while shelf and self._num_held() > self._max_segments:
+                    self._discarded.append(shelf.pop())
             self._changed.notify()
 
     @property
@@ -215,6 +219,8 @@ class SegmentStock:
                 return
             with self._changed:
                 self._num_making, self._failed = 0, str(error)
+                # Whoever waited is refused now, and asks again if it still wants any when there is memory again.
+                self._wanted = {False: 0, True: 0}
                 told, self._told = self._told, True
             if not told:
                 _log.warning("no more memory for segments: %s", error)

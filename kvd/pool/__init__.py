@@ -31,7 +31,7 @@ then takes effect, or raises with nothing changed (evictions that made room for 
     pool.num_expendable, pool.num_attainable                          what watermarks compare
     pool.spill_candidates(limit, newest_first=, accept=); pool.without_copy(hashes)
     pool.begin_spill(block) -> SpillTicket; pool.complete_spill(ticket, ok); pool.forget_corrupt(hash)
-    pool.drop_namespace(digest) -> int                                flush
+    pool.drop_namespaces(digests) -> int                              flush
 
 Raises `OutOfBlocks`, `QuotaExceeded`, `OutOfMemory` (growth failed and the pool has no memory at all), `NotOwned`,
 `InvalidRequest`, `InvalidLayout`; `StateError` is always a defect in kvd.

@@ -40,6 +40,15 @@ class Budget:
         """Segments that may still be added."""
         return max(0, self.headroom)
 
+    def room_for(self, store: BlockStore) -> int:
+        """Segments that may still be added to this pool."""
+        return min(self.room, store.num_addable)
+
+    @property
+    def room_for_any(self) -> int:
+        """Segments that may still be added, to whichever pool."""
+        return min((self.room_for(store) for store in self.stores), default=self.room)
+
     @property
     def floor(self) -> int:
         """Segments a pool keeps against the others; less than configured where the budget cannot hold that for all."""
@@ -77,14 +86,16 @@ class Budget:
             for store in self.stores
             if store is not asking
         )
-        return max(0, self.headroom + reclaimable)
+        return min(max(0, self.headroom + reclaimable), asking.num_addable)
 
     def reclaim(self, asking: BlockStore, wanted_room: int, *, colder_than: int | None) -> None:
         """Takes unpinned segments from other pools, the coldest first, until there is room for `wanted_room`.
 
         Only ones not used since the stamp `colder_than`, unless that is None. Pools at their floor keep theirs. Takes
-        none where that would give no room at all, since retiring segments still hold memory above the limit.
+        none where that would give no room at all, since retiring segments still hold memory above the limit, and none
+        that the pool would have no block ids for.
         """
+        wanted_room = min(wanted_room, asking.num_addable)
         spare = {store.pool_id: store.num_active() - self.floor for store in self.stores if store is not asking}
         candidates = sorted(
             (

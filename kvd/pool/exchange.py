@@ -74,7 +74,7 @@ class Exchange(abc.ABC):
     @property
     def num_expendable(self) -> int:
         """Blocks that can be had without losing one: free, idle with a copy below, or still in the budget."""
-        return self.store.num_free + self.store.num_idle_copied + self.budget.room * self.blocks_per_segment
+        return self.store.num_free + self.store.num_idle_copied + self._num_growable
 
     @property
     def num_uncopied(self) -> int:
@@ -89,7 +89,11 @@ class Exchange(abc.ABC):
     @property
     def num_attainable(self) -> int:
         """Blocks the pool has, and those still in the budget; what watermarks are fractions of."""
-        return self.store.capacity + self.budget.room * self.blocks_per_segment
+        return self.store.capacity + self._num_growable
+
+    @property
+    def _num_growable(self) -> int:
+        return self.budget.room_for(self.store) * self.blocks_per_segment
 
     def spill_candidates(
         self, limit: int, *, newest_first: bool = False, accept: Callable[[NamespaceDigest], bool] | None = None

@@ -70,12 +70,6 @@ class LruList:
         block.older, block.newer = older, newer
         self._finger = block
 
-    def clear_links(self) -> None:
-        """Takes the ring apart, so that dropping the pool frees its blocks."""
-        for block in list(self.oldest_first()):
-            unlink(block)
-        self._finger = self.ends
-
 
 def unlink(block: Block) -> None:
     """Takes a linked block out of whichever list it is in."""

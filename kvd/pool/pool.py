@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from kvd.block import BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
@@ -16,7 +16,7 @@ from kvd.pool.namespaces import NamespaceCounters
 from kvd.pool.outcomes import AskBelow, Begun, Grow, WaitFor
 from kvd.pool.quotas import Session
 from kvd.pool.sessions import Sessions
-from kvd.pool.store import BlockStore
+from kvd.pool.store import IDS_USED_UP, BlockStore
 from kvd.pool.transfers import Transfers
 
 
@@ -71,7 +71,8 @@ class Pool(Exchange):
     def add_segment(self) -> SegmentId:
         """Memory for one more segment is there: its blocks become FREE.
 
-        Raises `OutOfBlocks` when the budget's room is gone meanwhile; keep the memory and ask the request again.
+        Raises `OutOfBlocks` when the budget's room is gone meanwhile, or the block ids are: keep the memory and ask the
+        request again.
         """
         if not self.budget.room:
             raise OutOfBlocks(
@@ -236,25 +237,29 @@ class Pool(Exchange):
         """What was given when the blocks were sealed, 0 for none. The session references all of them, or `NotOwned`."""
         return [block.checksum for block in self._lease(self.sessions.get(session)).references(blocks)]
 
-    def drop_namespace(self, digest: NamespaceDigest) -> int:
-        """Flush: no block of the namespace is found from now on; referenced ones are freed by their last release.
+    def drop_namespaces(self, digests: Collection[NamespaceDigest]) -> int:
+        """Flush: no block of these namespaces is found from now on; referenced ones are freed by their last release.
 
-        Returns how many hashes were forgotten. O(blocks of the pool).
+        Returns how many hashes were forgotten. One pass over the index for all of them, none where nothing can be
+        found.
         """
         index = self.store.index
+        namespaces = {self.namespaces[one] for one in digests if one in self.namespaces}
+        indices = [index.filling]
+        if any(namespace.num_sealed for namespace in namespaces):
+            indices.append(index.sealed)
         doomed = [
-            (chain_hash, block)
-            for by_hash in (index.sealed, index.filling)
+            (chain_hash, block, namespace)
+            for by_hash in indices
             for chain_hash, block in by_hash.items()
-            if block.namespace is not None and block.namespace.digest == digest
+            if (namespace := block.namespace) in namespaces and namespace is not None
         ]
-        for chain_hash, block in doomed:
+        for chain_hash, block, namespace in doomed:
             is_filling = block.state is BlockState.FILLING
             self.store.unindex(block)
             if is_filling:
                 self.announcements.wake(chain_hash)  # this promotion will not deliver it any more
-        if doomed:
-            self.namespaces[digest].flushed += len(doomed)
+            namespace.flushed += 1
         return len(doomed)
 
     def counters(self) -> dict[str, int]:
@@ -324,13 +329,14 @@ class Pool(Exchange):
         if num_short > num_evictable + budget.num_obtainable(store) * per_segment:
             self._raise_out_of_blocks(num_blocks)
         num_segments = -(-num_short // per_segment)
-        if not budget.room:
+        if not budget.room_for(store):
             coldest = store.next_eviction()
             budget.reclaim(store, num_segments, colder_than=coldest.stamp if coldest else None)
-        if num_short > num_evictable + budget.room * per_segment:
+        if num_short > num_evictable + budget.room_for(store) * per_segment:
             num_needed = -(-(num_short - num_evictable) // per_segment)
             budget.reclaim(store, num_needed, colder_than=None)
-        return Grow(min(num_segments, budget.room)) if budget.room else None
+        room = budget.room_for(store)
+        return Grow(min(num_segments, room)) if room else None
 
     def _raise_out_of_blocks(self, num_blocks: int) -> NoReturn:
         self.num_out_of_blocks += 1
@@ -338,8 +344,10 @@ class Pool(Exchange):
         if budget.failure and not store.segments:
             raise OutOfMemory(f"pool {self.pool_id} has no memory and the machine gives none: {budget.failure}")
         refused = f"; the machine gave no more memory: {budget.failure}" if budget.failure else ""
+        if not store.num_addable:
+            refused += f"; {IDS_USED_UP}"
         raise OutOfBlocks(
             f"{num_blocks} blocks are not to be had in pool {self.pool_id}: {store.num_free} of {store.capacity} are "
-            f"free, {store.num_idle} evictable, {budget.room} segments of {self.blocks_per_segment} may be added; "
-            f"held by {self.sessions.holders(self.pool_id)}{refused}"
+            f"free, {store.num_idle} evictable, {budget.room_for(store)} segments of {self.blocks_per_segment} may be "
+            f"added; held by {self.sessions.holders(self.pool_id)}{refused}"
         )

@@ -86,10 +86,6 @@ class Pools:
         self._by_shape[tenant, block_nbytes] = found
         return found
 
-    def by_id(self, pool_id: int) -> Pool:
-        """The pool of that number, which an outcome or a cache handle named."""
-        return self._pools[pool_id]
-
     @property
     def all(self) -> tuple[Pool, ...]:
         """Every pool, by id."""
@@ -114,8 +110,8 @@ class Pools:
 
     @property
     def num_segments_room(self) -> int:
-        """Segments the budget could still give to any pool."""
-        return self._budget.room
+        """Segments that could still be given, whichever pool asks; a pool without block ids for more makes it 0."""
+        return self._budget.room_for_any
 
     def has_announcements(self, session: SessionId) -> bool:
         """Whether the session announced a hash, in any pool, that nobody sealed yet."""

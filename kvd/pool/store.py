@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from kvd.block import BlockId, BlockState, ChainHash, SegmentId
-from kvd.errors import StateError
+from kvd.block import NUM_BLOCK_IDS, BlockId, BlockState, ChainHash, SegmentId
+from kvd.errors import OutOfBlocks, StateError
 from kvd.pool.blocks import Block, Segment, SegmentState, move
 from kvd.pool.clock import LogicalClock
 from kvd.pool.free_runs import FreeRuns
@@ -18,6 +18,8 @@ from kvd.pool.lru import LruList, unlink
 from kvd.pool.namespaces import NamespaceCounters
 from kvd.pool.outcomes import DroppedSegment
 from kvd.pool.prefix_index import PrefixIndex
+
+IDS_USED_UP = "every block id was given to a segment once; restart the daemon to begin anew"
 
 
 class BlockStore:
@@ -61,6 +63,15 @@ class BlockStore:
         return self._next_segment
 
     @property
+    def num_addable(self) -> int:
+        """Segments whose blocks there are still ids for.
+
+        Numbers of segments that went are not used again: a client may hear of the new one before it hears that the
+        old one went.
+        """
+        return NUM_BLOCK_IDS // self.blocks_per_segment - self._next_segment
+
+    @property
     def num_free(self) -> int:
         """Blocks that can be taken at once."""
         return self.free_runs.num_free
@@ -81,7 +92,9 @@ class BlockStore:
             yield from filter(None, segment.blocks)
 
     def add_segment(self) -> SegmentId:
-        """A new ACTIVE segment, wholly FREE."""
+        """A new ACTIVE segment, wholly FREE. Raises `OutOfBlocks` when its last block would have no id."""
+        if self.num_addable <= 0:
+            raise OutOfBlocks(f"pool {self.pool_id} cannot grow: {IDS_USED_UP}")
         segment = Segment(SegmentId(self._next_segment), self.blocks_per_segment)
         self._next_segment += 1
         self.segments[segment.id] = segment

@@ -107,9 +107,9 @@ class SegmentTable:
         self._stock.discard(self._segments.pop((pool_id, segment_id)))
 
     def close(self) -> None:
-        """Destroys every segment; for the end of the daemon."""
+        """Lets go of every segment, for the end of the daemon: clients read their mappings until they close them."""
         for segment in self._segments.values():
-            segment.close()
+            segment.let_go()
         self._segments.clear()
 
     def _grant(self, session: Session, pool_id: int, segment_id: SegmentId, *, writable: bool) -> None:

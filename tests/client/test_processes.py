@@ -129,7 +129,7 @@ def ask(client: kvd_client.Client, make: Callable[[int, int, int], Request]) -> 
     runner = client._runner
     (cache,) = runner.link.caches.values()
     request = make(runner.link.next_id(), runner.link.epoch, cache.handle)
-    reply = runner._channel.exchange(request, 10)
+    reply = runner._current[1].exchange(request, 10)
     if isinstance(reply, Failed):
         raise from_wire(reply.code, reply.message)
     return reply
@@ -198,12 +198,16 @@ def test_after_a_restart_a_client_that_holds_nothing_connects_again(daemon: Daem
 
 
 # case B12
-def test_after_a_restart_whoever_holds_something_is_told(daemon: Daemon, client: kvd_client.Client) -> None:
+@pytest.mark.parametrize("end", [Daemon.kill, Daemon.stop])
+def test_after_a_restart_whoever_holds_something_is_told(
+    daemon: Daemon, client: kvd_client.Client, end: Callable[[Daemon], object]
+) -> None:
     cache = client.cache(model=MODEL, layout=LAYOUT)
     seq = cache.sequence(PROMPT)
     fill(seq, PROMPT)
     seq.commit()
-    daemon.kill()
+    end(daemon)
+    assert holds(seq, PROMPT, 100)
     daemon.start()
     for call in (client.status, lambda: cache.sequence(PROMPT), seq.commit, seq.fork, lambda: seq.extend(1000)):
         with pytest.raises(DaemonRestarted):

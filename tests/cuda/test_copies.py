@@ -224,7 +224,7 @@ def test_staging_memory_stays_while_a_view_lives(p40: Context):
     view = staging.view(0, BLOCK)
     staging.close()
     view[:] = content(1)
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(CudaMisuse, match="closed"):
         staging.view(0, 1)
 
 

@@ -170,6 +170,7 @@ def test_a_card_that_is_gone_is_told_and_the_stock_lives(make: Make, machine: Fa
     assert "LAUNCH_FAILED" in str(stock.failed)
     told.clear()
     stock.retry()
+    stock.request(1)
     assert told.wait(10)
     assert stock.failed
     assert segment is not None

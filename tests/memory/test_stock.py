@@ -172,6 +172,36 @@ def test_a_smaller_budget_destroys_what_is_ready_above_it(machine: Machine) -> N
     assert stock.ready_nbytes == 3 * MIB
 
 
+def test_a_smaller_budget_destroys_ready_huge_segments_too_after_the_plain_ones(machine: Machine) -> None:
+    stock = machine.stock(4, prefault="background")
+    stock.start()
+    machine.wait_for_words(3)
+    shelf = stock._ready
+    with stock._changed:  # as a machine with huge pages set aside would have made two of them
+        shelf[True].extend((shelf[False].pop(), shelf[False].pop()))
+    stock.set_budget(2 * MIB)
+    assert (len(shelf[False]), len(shelf[True])) == (0, 2)
+    stock.set_budget(MIB)
+    assert stock.ready_nbytes == MIB
+    stock.set_budget(0)
+    assert stock.ready_nbytes == 0
+
+
+def test_what_was_wanted_when_memory_ran_short_is_not_made_for_nobody_later(machine: Machine) -> None:  # case D1
+    stock = machine.stock(8)
+    stock.start()
+    machine.available_nbytes = 10 * MIB
+    stock.request(5)
+    machine.wait_for_words(1)
+    machine.available_nbytes = 1 << 40
+    stock.retry()
+    stock.request(1)
+    machine.wait_for_words(1)
+    stock.close()
+    assert machine.words.empty()
+    assert stock._wanted == {False: 1, True: 0}
+
+
 def test_wanted_huge_pages_that_are_not_there_are_plain_ones(machine: Machine) -> None:
     stock = machine.stock(2, segment_nbytes=2 * MIB)
     stock.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.block import BlockId, NamespaceDigest, SegmentId, SessionId
+from kvd.block import NUM_BLOCK_IDS, BlockId, NamespaceDigest, SegmentId, SessionId
 from kvd.errors import InvalidLayout, InvalidRequest, OutOfBlocks, OutOfMemory, QuotaExceeded
 from kvd.pool import Begun, BudgetUsage, DroppedSegment, Grow, Pool, Pools
 from tests.pool.tiny import ALICE, BLOCK, BOB, h, hashes, ids
@@ -233,6 +233,50 @@ def test_segment_numbers_are_never_used_again() -> None:
     assert reserve(pools, one, 2) == ids(2, 3)
 
 
+def with_ids_left(pool: Pool, num_segments: int) -> None:
+    """As if all other ids had been given to segments that went again."""
+    pool.store._next_segment = NUM_BLOCK_IDS // pool.blocks_per_segment - num_segments
+
+
+def test_a_pool_grows_until_its_block_ids_are_used_up_and_then_evicts() -> None:
+    pools, one, two = two_pools(8)
+    with_ids_left(one, 1)
+    assert one.num_attainable == 2
+    assert reserve(pools, one, 2) == ids(NUM_BLOCK_IDS - 2, NUM_BLOCK_IDS - 1)
+    with pytest.raises(OutOfBlocks, match="restart the daemon"):
+        one.reserve(ALICE, 1)
+    blocks = ids(NUM_BLOCK_IDS - 2, NUM_BLOCK_IDS - 1)
+    one.seal(ALICE, one.namespace(NamespaceDigest(h("n"))), blocks, hashes("a b"))
+    one.release(ALICE, blocks=blocks)
+    assert (one.num_attainable, one.num_expendable, two.num_expendable) == (2, 0, 14)
+    assert reserve(pools, one, 1) == ids(NUM_BLOCK_IDS - 1)  # evicts b, though the budget has room
+    with pytest.raises(OutOfBlocks, match="restart the daemon"):
+        one.add_segment()
+    pools.check_integrity()
+    assert len(one.store.segments) == 1
+    assert pools.num_segments_room == 0  # for whichever pool asks
+    assert len(reserve(pools, two, 4)) == 4
+
+
+def test_a_grow_is_for_no_more_segments_than_there_are_block_ids_for() -> None:
+    pools, one, _ = two_pools(8)
+    with_ids_left(one, 2)
+    assert one.reserve(ALICE, 4) == Grow(2)
+    with pytest.raises(OutOfBlocks, match="2 segments of 2 may be added"):
+        one.reserve(ALICE, 5)
+    assert pools.num_segments_room == 2
+
+
+def test_no_pool_gives_up_a_segment_to_one_without_block_ids() -> None:
+    pools, one, two = two_pools(3)
+    keep(pools, two, "a b")
+    keep(pools, two, "c d")
+    keep(pools, one, "x y")
+    with_ids_left(one, 0)
+    assert reserve(pools, one, 1) == ids(1)  # evicts y, though a b are colder
+    assert pools.take_dropped() == []
+
+
 def test_a_segment_without_room_is_refused() -> None:
     pools, one, two = two_pools(1)
     assert one.reserve(ALICE, 1) == Grow(1) == two.reserve(ALICE, 1)
@@ -273,7 +317,7 @@ def test_without_more_memory_a_segment_can_still_change_its_pool() -> None:
 
 def test_pools_are_apart_by_tenant_and_block_size() -> None:
     pools, one, two = two_pools(2)
-    assert pools.pool("one", BLOCK) is one is pools.by_id(0)
+    assert pools.pool("one", BLOCK) is one is pools.all[0]
     assert len({one.pool_id, two.pool_id, pools.pool("one", 2 * BLOCK).pool_id}) == 3
     keep(pools, one, "a b")
     assert two.match(hashes("a")) == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from kvd.block import NamespaceDigest
@@ -15,7 +18,7 @@ def test_a_flush_frees_what_is_idle_and_hides_what_is_held() -> None:
     tiny = Tiny(4)
     tiny.keep("a b")
     held = tiny.begin(BOB, "a")
-    assert tiny.pool.drop_namespace(tiny.namespace.digest) == 2
+    assert tiny.pool.drop_namespaces([tiny.namespace.digest]) == 2
     tiny.check()
     assert tiny.resident("a b") == ""
     assert tiny.states == (3, 0, 0, 1)
@@ -30,7 +33,7 @@ def test_a_flushed_hash_can_be_sealed_anew_while_its_old_block_is_held() -> None
     tiny = Tiny(4)
     tiny.keep("a")
     old = tiny.begin(BOB, "a")
-    tiny.pool.drop_namespace(tiny.namespace.digest)
+    tiny.pool.drop_namespaces([tiny.namespace.digest])
     assert tiny.keep("a", CAROL) == ids(1)
     forked = tiny.pool.retain(BOB, old.blocks)
     assert forked == []
@@ -46,7 +49,7 @@ def test_a_promotion_in_flight_does_not_bring_flushed_blocks_back(ok: bool) -> N
     ticket = tiny.pool.begin_fill(tiny.namespace, h("a"))
     assert isinstance(ticket, FillTicket)
     assert tiny.ask(ALICE, "a", may_wait=True) == WaitFor(h("a"))
-    assert tiny.pool.drop_namespace(tiny.namespace.digest) == 1
+    assert tiny.pool.drop_namespaces([tiny.namespace.digest]) == 1
     tiny.check()
     assert tiny.pools.take_woken() == [(0, h("a"))]
     assert tiny.states == (3, 0, 1, 0)  # the copy still writes it
@@ -61,9 +64,49 @@ def test_a_flush_touches_its_own_namespace_only() -> None:
     tiny.keep("a")
     block = tiny.reserve(ALICE, 1)
     tiny.pool.seal(ALICE, other, block, hashes("b"))
-    assert tiny.pool.drop_namespace(other.digest) == 1
+    assert tiny.pool.drop_namespaces([other.digest]) == 1
     assert tiny.resident("a b") == "a"
-    assert tiny.pool.drop_namespace(NamespaceDigest(h("never opened"))) == 0
+    assert tiny.pool.drop_namespaces([NamespaceDigest(h("never opened"))]) == 0
+
+
+def test_several_namespaces_are_dropped_in_one_pass() -> None:
+    tiny = Tiny(4)
+    other = tiny.pool.namespace(NamespaceDigest(h("other")))
+    tiny.keep("a")
+    tiny.pool.seal(ALICE, other, tiny.reserve(ALICE, 1), hashes("b"))
+    ticket = tiny.pool.begin_fill(other, h("c"))
+    assert isinstance(ticket, FillTicket)
+    with count_passes(tiny) as passes:
+        assert tiny.pool.drop_namespaces([tiny.namespace.digest, other.digest, NamespaceDigest(h("x"))]) == 3
+    assert passes == [1]
+    assert (tiny.namespace.flushed, other.flushed) == (1, 2)
+    assert tiny.resident("a b") == ""
+    tiny.pool.complete_fill(ticket, True)
+    tiny.check()
+
+
+def test_where_nothing_can_be_found_no_block_is_looked_at() -> None:
+    tiny = Tiny(4)
+    other = tiny.pool.namespace(NamespaceDigest(h("other")))
+    tiny.keep("a b")
+    with count_passes(tiny) as passes:
+        assert tiny.pool.drop_namespaces([other.digest]) == 0
+    assert passes == [0]
+
+
+@contextmanager
+def count_passes(tiny: Tiny) -> Iterator[list[int]]:
+    """How often every sealed block is looked at."""
+    passes = [0]
+
+    class Watched(dict):
+        def items(self) -> object:
+            passes[0] += 1
+            return super().items()
+
+    index = tiny.pool.store.index
+    index.sealed = Watched(index.sealed)
+    yield passes
 
 
 def test_namespaces_count_apart_and_show_their_words() -> None:

@@ -349,7 +349,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.set_budget(num_segments)
         elif what == "flush":
             pool_id, namespace = which % 2, self.namespaces[which // 2 % 2]
-            self.real[pool_id].drop_namespace(namespace)
+            self.real[pool_id].drop_namespaces([namespace])
             self.model.flush(self.model.pools[pool_id], namespace)
         elif what == "death" and len(self.model.sessions) > 1:
             session = self.pick_session(which)

@@ -207,7 +207,7 @@ def test_a_spill_that_ends_after_its_block_was_flushed_marks_nothing() -> None:
     tiny = Tiny(1)
     tiny.keep("a")
     ticket = tiny.pool.begin_spill(BlockId(0))
-    tiny.pool.drop_namespace(tiny.namespace.digest)
+    tiny.pool.drop_namespaces([tiny.namespace.digest])
     tiny.check()
     assert tiny.states == (0, 0, 0, 1)  # the copy still reads it
     complete(tiny, ticket)

@@ -59,7 +59,7 @@ class TieredHouse(House):
 
     @property
     def pool(self) -> Any:
-        return self.pools.by_id(0)
+        return self.pools.all[0]
 
     def client(self, *, uid: int = 1000, gid: int = 100, label: str = "") -> TieredClient:
         session = self.service.open_session(Identity(pid=4000 + len(self.clients), uid=uid, gid=gid), label=label)
@@ -98,12 +98,12 @@ class TieredHouse(House):
         return {key.chain_hash for key in self.inner[level].blocks}
 
     def bytes_of(self, client: Client, block: int) -> bytes:
-        pool = self.pools.by_id(client.pool)
+        pool = self.pools.all[client.pool]
         with self.service._table.view(pool, BlockId(block)) as view:
             return bytes(view)
 
     def write(self, client: Client, block: int, data: bytes) -> None:
-        pool = self.pools.by_id(client.pool)
+        pool = self.pools.all[client.pool]
         with self.service._table.view(pool, BlockId(block)) as view:
             view[:] = data
 
