@@ -13,6 +13,7 @@ then takes effect, or raises with nothing changed (evictions that made room for 
     pools.num_segments_room                                           segments the budget could still give
     pools.take_dropped(); pools.take_woken()                          drain after every call below
     pools.has_announcements(session); pools.session_figures(session) -> LeaseFigures
+    pools.num_namespaces; pools.forget_namespaces(in_use) -> those that nobody needs any more
     pools.usage() -> BudgetUsage; pools.pool_statuses(); pools.namespace_statuses(); pools.check_integrity()
 
 `Pool` is all segments of one tenant and one block size; `namespace` is what `Pool.namespace(digest, …)` returned:

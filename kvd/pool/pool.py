@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import NoReturn
 
 from kvd.block import BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
@@ -47,6 +47,7 @@ class Pool(Exchange):
         self.announcements = Announcements(store.pool_id, woken)
         self.transfers = Transfers(store, self.announcements)
         self.namespaces: dict[NamespaceDigest, NamespaceCounters] = {}
+        self._counts_of_forgotten = dict.fromkeys(NamespaceCounters.COUNTERS, 0)
         self.num_allocations = 0
         self.num_out_of_blocks = 0
 
@@ -67,6 +68,20 @@ class Pool(Exchange):
                 digest, model=model, engine=engine, adapter=adapter, has_salt=has_salt, block_tokens=block_tokens
             )
         return found
+
+    def forget_namespaces(self, in_use: Container[NamespaceDigest]) -> list[NamespaceDigest]:
+        """Drops those that have no block, no copy under way, and are not `in_use`; their counts stay in the pool's."""
+        copied = {block.namespace for block in self.transfers.fills.values()}
+        copied |= {namespace for _, namespace in self.transfers.spills.values()}
+        idle = [
+            digest
+            for digest, namespace in self.namespaces.items()
+            if not namespace.num_sealed and digest not in in_use and namespace not in copied
+        ]
+        for digest in idle:
+            for name, value in self.namespaces.pop(digest).as_dict().items():
+                self._counts_of_forgotten[name] += value
+        return idle
 
     def add_segment(self) -> SegmentId:
         """Memory for one more segment is there: its blocks become FREE.
@@ -264,7 +279,7 @@ class Pool(Exchange):
 
     def counters(self) -> dict[str, int]:
         """The pool's own counters, and those of its namespaces summed."""
-        totals = dict.fromkeys(NamespaceCounters.COUNTERS, 0)
+        totals = self._counts_of_forgotten.copy()
         for namespace in self.namespaces.values():
             for name, value in namespace.as_dict().items():
                 totals[name] += value

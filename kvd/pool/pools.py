@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kvd.block import PAGE_NBYTES, ChainHash, SessionId
+from collections.abc import Container
+
+from kvd.block import PAGE_NBYTES, ChainHash, NamespaceDigest, SessionId
 from kvd.errors import InvalidLayout, InvalidRequest
 from kvd.pool import integrity
 from kvd.pool.blocks import SegmentState
@@ -150,6 +152,15 @@ class Pools:
             num_segments=num_segments,
             num_segments_retiring=num_segments - num_active,
         )
+
+    @property
+    def num_namespaces(self) -> int:
+        """Over all pools."""
+        return sum(len(pool.namespaces) for pool in self._pools)
+
+    def forget_namespaces(self, in_use: Container[NamespaceDigest]) -> list[NamespaceDigest]:
+        """Those nobody uses and no block is of; see `Pool.forget_namespaces`. O(namespaces)."""
+        return [digest for pool in self._pools for digest in pool.forget_namespaces(in_use)]
 
     def pool_statuses(self) -> list[PoolStatus]:
         """One per pool, by id."""
