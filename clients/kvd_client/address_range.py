@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 
+from kvd.errors import ClientClosed
 from kvd_client import libc
 
 HUGE_PAGE_NBYTES = 2 << 20
@@ -37,7 +38,12 @@ class AddressRange:
         self._bytes: memoryview | None = None
 
     def map_file(self, offset: int, nbytes: int, fd: int, fd_offset: int, *, writable: bool) -> None:
-        """Maps a piece of a descriptor at `offset`, in the place of what was there. Raises `OutOfMemory`."""
+        """Maps a piece of a descriptor at `offset`, in the place of what was there. Raises `OutOfMemory`.
+
+        Raises `ClientClosed` once the range is closed, as another thread may do that while a reply is under way.
+        """
+        if not self.address:
+            raise ClientClosed("the sequence was closed")
         protection = libc.PROT_READ | libc.PROT_WRITE if writable else libc.PROT_READ
         flags = libc.MAP_SHARED | libc.MAP_FIXED
         libc.mmap(self.address + offset, nbytes, protection, flags, fd, fd_offset)
@@ -69,10 +75,9 @@ class AddressRange:
         libc.mprotect(self.address + offset, nbytes, protection)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Back to reserved: any access faults."""
-        if nbytes:
-            libc.mmap(self.address + offset, nbytes, libc.PROT_NONE, _RESERVED | libc.MAP_FIXED)
-            libc.keep_from_children(self.address + offset, nbytes)
+        """Back to reserved: any access faults. Raises `OutOfMemory`."""
+        libc.mmap(self.address + offset, nbytes, libc.PROT_NONE, _RESERVED | libc.MAP_FIXED)
+        libc.keep_from_children(self.address + offset, nbytes)
 
     def close(self) -> None:
         """Unmaps everything. The caller has made sure that no view over it is left."""

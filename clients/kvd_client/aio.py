@@ -119,7 +119,9 @@ class Client:
         """Has the daemon verify every invariant of its pools."""
         await self._runner.run(verbs.check)
 
-    async def flush(self, *, namespace: bytes = b"", model: str = "", tier: str = "") -> FlushOutcome:
+    async def flush(
+        self, *, namespace: bytes | None = None, model: str | None = None, tier: str | None = None
+    ) -> FlushOutcome:
         """See `kvd_client.Client.flush`."""
         return await self._runner.run(lambda link: tier_verbs.flush(link, namespace=namespace, model=model, tier=tier))
 

@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from kvd.errors import KvdError, RequestTimeout
+from kvd.errors import ConnectionFailed, KvdError, RequestTimeout
 from kvd.protocol import wire
 from kvd.protocol.replies import Reply
 from kvd.protocol.requests import Request
@@ -81,18 +81,24 @@ class AsyncChannel:
             if waiter is not None and not waiter.done():
                 waiter.set_result(reply)
 
+    def _stop_reading(self) -> None:
+        # Once only: by the second time the number may be the session socket of the next link, in the same loop.
+        fd, self._session_fd = self._session_fd, -1
+        if fd >= 0:
+            self._loop.remove_reader(fd)
+
     def _on_lost(self) -> None:
-        self._loop.remove_reader(self._session_fd)
+        self._stop_reading()
         for waiter in self._waiters.values():
             if not waiter.done():
-                waiter.set_exception(self._link.lost or KvdError("lost"))
+                waiter.set_exception(self._link.lost or ConnectionFailed("the session is over"))
 
     async def close(self) -> None:
         """Closes the socket. The link is lost by then. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._session_fd)
+        self._stop_reading()
         self._receiver.cancel()
         await asyncio.wait([self._receiver])
         self._dealer.close()

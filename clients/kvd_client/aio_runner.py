@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from kvd.errors import ClientClosed, DaemonRestarted
+from kvd.errors import ClientClosed, DaemonRestarted, KvdError
 from kvd_client import fork, verbs
 from kvd_client.aio_channel import AsyncChannel
 from kvd_client.link import Link
@@ -26,15 +26,19 @@ class AsyncRunner:
         self._reconnecting = asyncio.Lock()
         self._closed = False
         self._background: set[asyncio.Task[Any]] = set()
-        self.link: Link
-        self._channel: AsyncChannel
+        self._current: tuple[Link, AsyncChannel]
+
+    @property
+    def link(self) -> Link:
+        """The session of now; another one after a restart of the daemon."""
+        return self._current[0]
 
     async def connect(self) -> None:
         """Connects. Raises `ConnectionFailed` or one of its kinds."""
         link = await asyncio.to_thread(Link, self._options)
         channel = AsyncChannel(link)
         fork.watch(link)
-        self.link, self._channel = link, channel
+        self._current = link, channel
 
     async def run(self, make_verb: Callable[[Link], Verb[T]]) -> T:
         """Drives a verb that needs nothing held before; connects again first where the old session held nothing."""
@@ -42,7 +46,7 @@ class AsyncRunner:
 
     async def drive(self, verb: Verb[T]) -> T:
         """Drives a verb of an open sequence, within `see_through`."""
-        return await self._drive(self._channel, verb)
+        return await self._drive(self._current[1], verb)
 
     async def see_through(self, work: Coroutine[Any, Any, T]) -> T:
         """A verb is never cut short, or nobody would know what is held: a cancelled caller leaves it to finish alone.
@@ -59,7 +63,7 @@ class AsyncRunner:
             raise
 
     async def _run(self, make_verb: Callable[[Link], Verb[T]]) -> T:
-        link, channel = self.link, self._channel
+        link, channel = self._current
         if link.lost is None:
             try:
                 return await self._drive(channel, make_verb(link))
@@ -67,7 +71,8 @@ class AsyncRunner:
                 if not link.can_be_replaced:
                     raise
         await self._reconnect(link)
-        return await self._drive(self._channel, make_verb(self.link))
+        link, channel = self._current
+        return await self._drive(channel, make_verb(link))
 
     async def _drive(self, channel: AsyncChannel, verb: Verb[T]) -> T:
         timeout_s = self._options.timeout_s
@@ -83,27 +88,38 @@ class AsyncRunner:
         async with self._reconnecting:
             if self._closed:
                 raise ClientClosed("the client was closed")
-            if self.link is not lost:
+            link, channel = self._current
+            if link is not lost:
                 return  # another task was first
             if not lost.can_be_replaced:
                 lost.require_alive()
-            old = self._channel
             await self.connect()
-            await old.close()
+            await channel.close()
             lost.close_when_unmapped()
 
     async def close(self) -> None:
         """See `Client.close`."""
-        if self._closed or self.link.is_forked:
+        if self.link.is_forked:
             return
-        self._closed = True
-        if not self.link.close_sequences():
-            await self._drive(self._channel, verbs.settle(self.link))
-        self.link.close_when_unmapped()
-        if self._background:
-            # Abandoned verbs end with the link.
-            await asyncio.wait(set(self._background))
-        await self._channel.close()
+        # A new session that is under way is closed too.
+        async with self._reconnecting:
+            if self._closed:
+                return
+            self._closed = True
+        link, channel = self._current
+        try:
+            if not link.close_sequences():
+                await self._drive(channel, verbs.settle(link))
+        except KvdError:
+            # Whatever ended the session gave everything back, and closing asks for no more.
+            if link.lost is None:
+                raise
+        finally:
+            link.close_when_unmapped()
+            if self._background:
+                # Abandoned verbs end with the link.
+                await asyncio.wait(set(self._background))
+            await channel.close()
 
 
 def _give_back(task: asyncio.Task[Any]) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvd.errors import ClientClosed, DaemonRestarted
+from kvd.errors import ClientClosed, DaemonRestarted, KvdError
 from kvd_client import fork, verbs
 from kvd_client.channel import BlockingChannel
 from kvd_client.link import Link
@@ -24,7 +24,12 @@ class Runner:
         self._options = options
         self._reconnecting = threading.Lock()
         self._closed = False
-        self.link, self._channel = self._connect()
+        self._current = self._connect()
+
+    @property
+    def link(self) -> Link:
+        """The session of now; another one after a restart of the daemon."""
+        return self._current[0]
 
     def _connect(self) -> tuple[Link, BlockingChannel]:
         link = Link(self._options)
@@ -34,7 +39,8 @@ class Runner:
 
     def run(self, make_verb: Callable[[Link], Verb[T]]) -> T:
         """Drives a verb that needs nothing held before; connects again first where the old session held nothing."""
-        link, channel = self.link, self._channel
+        # Taken together: another thread may be connecting again, and a link speaks through its own channel only.
+        link, channel = self._current
         if link.lost is None:
             try:
                 return self._drive(channel, make_verb(link))
@@ -42,11 +48,12 @@ class Runner:
                 if not link.can_be_replaced:
                     raise
         self._reconnect(link)
-        return self._drive(self._channel, make_verb(self.link))
+        link, channel = self._current
+        return self._drive(channel, make_verb(link))
 
     def drive(self, verb: Verb[T]) -> T:
         """Drives a verb of an open sequence."""
-        return self._drive(self._channel, verb)
+        return self._drive(self._current[1], verb)
 
     def _drive(self, channel: BlockingChannel, verb: Verb[T]) -> T:
         timeout_s = self._options.timeout_s
@@ -62,14 +69,14 @@ class Runner:
         with self._reconnecting:
             if self._closed:
                 raise ClientClosed("the client was closed")
-            if self.link is not lost:
+            link, channel = self._current
+            if link is not lost:
                 return  # another thread was first
             if not lost.can_be_replaced:
                 lost.require_alive()
-            link, channel = self._connect()
-            self._channel.close()
+            self._current = self._connect()
+            channel.close()
             lost.close_when_unmapped()
-            self.link, self._channel = link, channel
 
     def close(self) -> None:
         """See `Client.close`."""
@@ -77,8 +84,15 @@ class Runner:
             if self._closed or self.link.is_forked:
                 return
             self._closed = True
-        if not self.link.close_sequences():
-            # Blocks that no view keeps go back before the socket closes; those under live views follow when they die.
-            self._drive(self._channel, verbs.settle(self.link))
-        self.link.close_when_unmapped()
-        self._channel.close()
+        link, channel = self._current
+        try:
+            if not link.close_sequences():
+                # Blocks that no view keeps have gone back when this returns; those under live views follow.
+                self._drive(channel, verbs.settle(link))
+        except KvdError:
+            # Whatever ended the session gave everything back, and closing asks for no more.
+            if link.lost is None:
+                raise
+        finally:
+            link.close_when_unmapped()
+            channel.close()

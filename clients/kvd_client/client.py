@@ -86,12 +86,15 @@ class Client:
         """Has the daemon verify every invariant of its pools. Raises `StateError` naming the fault."""
         self._runner.run(verbs.check)
 
-    def flush(self, *, namespace: bytes = b"", model: str = "", tier: str = "") -> FlushOutcome:
+    def flush(
+        self, *, namespace: bytes | None = None, model: str | None = None, tier: str | None = None
+    ) -> FlushOutcome:
         """Has cached blocks forgotten for good, in memory and every tier below: weights changed, and the name did not.
 
         `namespace` is one digest (`Cache.digest`); without it every namespace the daemon knows, or those of `model`.
         `tier` is the only one that forgets, "pool" being memory. Open sequences keep their bytes until they are closed.
-        Raises `PermissionRefused` where others share the blocks, `InvalidRequest` for a tier that is not there.
+        Raises `PermissionRefused` where others share the blocks, `InvalidRequest` for a tier that is not there
+        and for an empty argument.
         """
         return self._runner.run(lambda link: tier_verbs.flush(link, namespace=namespace, model=model, tier=tier))
 

@@ -93,8 +93,7 @@ class Link:
         """Called once when the link is lost: whoever waits for a reply should look up."""
         self.when_forked: Callable[[], None] = lambda: None
         """Called in a forked child: the transport drops its descriptors."""
-        self.lost: KvdError | None = None
-        """Why no request can be made any more."""
+        self._fate: dict[str, tuple[KvdError]] = {}
         self._ids = itertools.count(1)
         self._segments = SegmentTable()
         self._arrivals = threading.Lock()
@@ -107,29 +106,39 @@ class Link:
         """A request id never used before on this link."""
         return next(self._ids)
 
+    @property
+    def lost(self) -> KvdError | None:
+        """Why no request can be made any more."""
+        fate = self._fate.get("lost")
+        return None if fate is None else fate[0]
+
     def require_alive(self) -> None:
         """Raises why the session is over, if it is."""
-        if self.lost is not None:
-            raise type(self.lost)(*self.lost.args)
+        lost = self.lost
+        if lost is not None:
+            raise type(lost)(*lost.args)
 
     def lose(self, reason: KvdError) -> None:
         """The session is over: every later request raises `reason`, and the daemon takes everything back.
 
-        Idempotent.
+        Idempotent, from any thread, and from finalizers.
         """
-        if self.lost is None:
-            self.lost = reason
+        if self._is_fate(reason):
             self.session.close()
             # A mapping may be under way in another thread, with one of these descriptors.
             self.guard.later(self._segments.close)
             self.when_lost()
 
+    def _is_fate(self, reason: KvdError) -> bool:
+        """Makes `reason` why the link is lost, unless there is another; true for one caller only."""
+        # One atomic step instead of a lock: a finalizer may come here while its own thread is here already.
+        mine = (reason,)
+        return self._fate.setdefault("lost", mine) is mine
+
     @property
     def is_forked(self) -> bool:
         """Whether this is the copy in a forked child, where nothing is mapped."""
         return self._forked
-
-    # What the daemon sends by itself.
 
     def drain_session(self) -> None:
         """Takes in what has arrived on the session socket, without waiting."""
@@ -177,8 +186,6 @@ class Link:
         except (OSError, ValueError):
             # Closed meanwhile: the caller looks at `lost` again.
             return
-
-    # What the client holds.
 
     def opened(self, namespace: Namespace, reply: CacheOpened) -> OpenedCache:
         """Remembers the handle of a namespace."""
@@ -252,8 +259,7 @@ class Link:
 
         Idempotent.
         """
-        if self.lost is None:
-            self.lost = ClientClosed("the client was closed")
+        if self._is_fate(ClientClosed("the client was closed")):
             self.when_lost()
         with self.guard:
             self._close_when_unmapped = True
@@ -265,12 +271,14 @@ class Link:
         self.session.close()
         self._segments.close()
 
-    # fork(2): see `kvd_client.fork`.
-
     def forget_in_child(self) -> None:
-        """In a forked child: drops descriptors, so that the parent's session is the parent's alone."""
+        """In a forked child: drops descriptors, so that the parent's session is the parent's alone.
+
+        See `kvd_client.fork`.
+        """
         self._forked = True
-        self.lost = ForkedClient("this process is a fork of the one that connected: connect again in the child")
+        forked = ForkedClient("this process is a fork of the one that connected: connect again in the child")
+        self._fate = {"lost": (forked,)}
         self.guard = Guard()
         self._arrivals = threading.Lock()
         self.session.close()

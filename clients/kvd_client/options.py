@@ -8,8 +8,8 @@ from dataclasses import dataclass
 DEFAULT_GROWTH_TOKENS = 1024
 """Room beyond the prompt that `max_tokens` leaves when the caller names none."""
 
-LONGEST_DEFAULT_WAIT_S = 300.0
-"""Upper bound of the daemon's own default wait (its `waits.max_s`); a begin without `wait_s` may take as long."""
+LONGEST_DEFAULT_WAIT_S = 600.0
+"""The greatest `waits.default_s` that a daemon can be configured with; a begin without `wait_s` may take as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

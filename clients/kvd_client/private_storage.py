@@ -41,6 +41,9 @@ class PrivateStorage(Storage):
             self._load(run.fd, run.offset, first + run.first, run.num_blocks)
             self.num_copied_bytes += run.num_blocks * block_nbytes
 
+    def detach(self, first: int) -> None:
+        """Nothing is mapped: what is written goes to the shared blocks with `publish` only."""
+
     def publish(self, first: int, blocks: Sequence[BlockId]) -> None:
         for run in self.memory.runs(blocks, writable=True):
             self._store(run.fd, run.offset, first + run.first, run.num_blocks)

@@ -94,11 +94,15 @@ class SequenceCore(SequenceState):
             self.layout.num_blocks(min(self.max_tokens, roomy)) - len(self._blocks),
             shared=[],
         )
+        storage = self._storage
         try:
             self._cache.memory.await_grants(more, writable=True)
             with self.link.guard:
                 self._attach_reserved(more)
         except BaseException:
+            with self.link.guard:
+                # Unmap comes before release, always: where this fails too, they stay reserved until the session ends.
+                storage.detach(len(self._blocks))
             self._post_release(reserved=more)
             raise
         self._blocks += more
@@ -149,8 +153,6 @@ class SequenceCore(SequenceState):
         else:
             mapped.close()
 
-    # Sealing.
-
     def commit(self, token_ids: Tokens | None) -> Verb[int]:
         """Seals every full block that is named and written; returns how many tokens are sealed."""
         self._require_open()
@@ -173,8 +175,6 @@ class SequenceCore(SequenceState):
             checksums = pack_checksums(
                 self._storage.bytes(place * step, (place + 1) * step) for place in range(first, stop)
             )
-        with self.link.guard:
-            self._storage.publish(first, own)
         request = Seal(
             self.link.next_id(),
             self.link.epoch,
@@ -184,6 +184,8 @@ class SequenceCore(SequenceState):
             checksums,
         )
         try:
+            with self.link.guard:
+                self._storage.publish(first, own)
             standing = unpack_block_ids(expect((yield request), Sealed).blocks)
         except KvdError:
             with self.link.guard:
@@ -210,8 +212,6 @@ class SequenceCore(SequenceState):
                 self._storage.replace(place, self._blocks[place])
         self._post_release(reserved=list(self._own_copies.values()))
         self._own_copies = {}
-
-    # Cutting and forking.
 
     def truncate(self, num_tokens: int) -> Verb[None]:
         """Forgets the tokens from `num_tokens` on."""
@@ -263,8 +263,6 @@ class SequenceCore(SequenceState):
         for name in ("_blocks", "_num_sealed", "_storage", "_written", "_own_copies", "_retired"):
             setattr(self, name, getattr(successor, name))
         self._num_copied_bytes += successor.num_copied_bytes
-
-    # Ending.
 
     def close(self) -> None:
         """Gives everything back, at once or when the last view dies. Idempotent."""

@@ -54,8 +54,6 @@ class SequenceState:
         self._num_copied_bytes = 0
         self._storage: Storage
 
-    # Counts and names.
-
     @property
     def num_tokens(self) -> int:
         """Written in all layers."""
@@ -127,8 +125,6 @@ class SequenceState:
         self._require_layer(layer)
         return self._written[layer], max(self._written[layer], len(self._names))
 
-    # Views.
-
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values written in one layer."""
         self._require_open()
@@ -163,8 +159,6 @@ class SequenceState:
     def block_at(self, place: int) -> BlockId:
         """The block that stands at a place."""
         return self._blocks[place]
-
-    # Writing.
 
     def check_append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         """How many tokens the layer will hold. Raises `InvalidRequest` or `SequenceTooLong`; changes nothing."""

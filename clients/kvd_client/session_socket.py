@@ -6,6 +6,7 @@ Nothing is ever sent on it after the hello. Reading never blocks once the sessio
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import struct
@@ -47,8 +48,11 @@ class SessionSocket:
         try:
             self._socket.settimeout(timeout_s)
             self._connect(runtime_dir)
-            self._socket.send(wire_session.encode(_hello(label)))
-            self.welcome, self.control_page_fd = self._greeting(runtime_dir)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                # A daemon that refuses without a look at the hello has closed already; why, is still to be read.
+                self._socket.send(wire_session.encode(_hello(label)))
+            self.welcome, control_page_fd = self._greeting(runtime_dir)
+            self._control_page_fds = [] if control_page_fd is None else [control_page_fd]
             self._socket.setblocking(False)
         except KvdError:
             # First, since some of ours are OSErrors too.
@@ -74,7 +78,11 @@ class SessionSocket:
             ) from error
 
     def _greeting(self, runtime_dir: Path) -> tuple[wire_session.Welcome, int | None]:
-        arrival = self._receive_one()
+        try:
+            arrival = self._receive_one()
+        except ConnectionResetError:
+            # Closed with our hello unread: the kernel says so once, before it hands out what was sent.
+            arrival = self._receive_one()
         if arrival is None:
             raise DaemonUnavailable(f"the daemon in {runtime_dir} closed the session before it stood")
         message = arrival.message
@@ -120,18 +128,22 @@ class SessionSocket:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 count = len(data) // _DESCRIPTOR_NBYTES
                 descriptors += struct.unpack(f"{count}i", data[: count * _DESCRIPTOR_NBYTES])
-        if not datagram:
-            return None
-        for surplus in descriptors[1:]:
-            os.close(surplus)
-        return Arrival(wire_session.decode_from_daemon(datagram), descriptors[0] if descriptors else None)
+        message = None
+        try:
+            if datagram:
+                message = wire_session.decode_from_daemon(datagram)
+        finally:
+            # One at most belongs to a message; without one all are ours to close.
+            for surplus in descriptors[0 if message is None else 1 :]:
+                os.close(surplus)
+        return None if message is None else Arrival(message, descriptors[0] if descriptors else None)
 
     def close(self) -> None:
-        """Ends the session: the daemon takes everything back. Idempotent."""
+        """Ends the session: the daemon takes everything back. Idempotent, from any thread."""
         self._socket.close()
-        if self.control_page_fd is not None:
-            os.close(self.control_page_fd)
-            self.control_page_fd = None
+        with contextlib.suppress(IndexError):
+            # Taken out before it is closed, in one step: the number may soon be another file's.
+            os.close(self._control_page_fds.pop())
 
 
 def _hello(label: str) -> wire_session.Hello:

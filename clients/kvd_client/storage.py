@@ -30,7 +30,6 @@ class Storage(ABC):
         self.layout = layout
         self.memory = memory
         self.num_copied_bytes = 0
-        self._max_blocks = max_blocks
         self._range = AddressRange(max_blocks * layout.block_nbytes, phase)
         self._views = Views(self._range.address, self._range.nbytes)
         self._tokens: torch.Tensor | None = None
@@ -41,6 +40,13 @@ class Storage(ABC):
         """Puts blocks at places first, first + 1, ...: sealed ones to read, reserved ones to write.
 
         Raises `OutOfMemory`.
+        """
+
+    @abstractmethod
+    def detach(self, first: int) -> None:
+        """Unmaps whatever blocks an `attach` that failed left at places `first`, first + 1, ...; no view shows them.
+
+        Raises `OutOfMemory`: they may still be mapped then.
         """
 
     @abstractmethod
@@ -113,13 +119,31 @@ class Storage(ABC):
 class MappedStorage(Storage):
     """The blocks themselves, one mapping per run of neighbours."""
 
+    def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory, phase: int = 0) -> None:
+        super().__init__(layout, max_blocks, memory, phase)
+        self._mapped_nbytes = 0
+        """From the start on; blocks are attached place after place."""
+
     def attach(self, first: int, blocks: Sequence[BlockId], *, sealed: bool, populate: bool) -> None:
         block_nbytes = self.layout.block_nbytes
         for run in self.memory.runs(blocks, writable=not sealed):
             offset, nbytes = (first + run.first) * block_nbytes, run.num_blocks * block_nbytes
             self._range.map_file(offset, nbytes, run.fd, run.offset, writable=not sealed)
+            self._mapped_nbytes = max(self._mapped_nbytes, offset + nbytes)
             if populate:
                 self._range.make_resident(offset, nbytes)
+
+    def detach(self, first: int) -> None:
+        # No byte further than what is mapped: a cut at the edges of mappings splits none, so it goes through even at
+        # vm.max_map_count.
+        offset = first * self.layout.block_nbytes
+        if offset < self._mapped_nbytes:
+            self._range.forget(offset, self._mapped_nbytes - offset)
+            self._mapped_nbytes = offset
+
+    def close(self) -> None:
+        super().close()
+        self._mapped_nbytes = 0
 
     def publish(self, first: int, blocks: Sequence[BlockId]) -> None:
         # Before the seal, not after: from the moment that others can find a block nobody can write it through us.

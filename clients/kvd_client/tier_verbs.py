@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvd.block import NamespaceDigest
+from kvd.errors import InvalidRequest
 from kvd.hashing import Namespace, chain_hashes, encode_tokens, pack_hashes
 from kvd.protocol.replies import Done, Flushed, Matched, Spilling
 from kvd.protocol.requests import Flush, Match, Prefetch, Spill
@@ -52,10 +53,14 @@ def prefetch(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[None]:
     expect((yield Prefetch(link.next_id(), link.epoch, handle, hashes)), Done)
 
 
-def flush(link: Link, *, namespace: bytes, model: str, tier: str) -> Verb[FlushOutcome]:
+def flush(link: Link, *, namespace: bytes | None, model: str | None, tier: str | None) -> Verb[FlushOutcome]:
     """Returns when every tier was told, or could not be."""
+    for what, given in (("namespace", namespace), ("model", model), ("tier", tier)):
+        # On the wire an empty one means all: a caller's empty variable must not widen what is forgotten.
+        if given is not None and not given:
+            raise InvalidRequest(f"{what} is empty; leave it out to flush every one")
     link.require_alive()
-    request = Flush(link.next_id(), link.epoch, namespace=namespace, model=model, tier=tier)
+    request = Flush(link.next_id(), link.epoch, namespace=namespace or b"", model=model or "", tier=tier or "")
     flushed = expect((yield request), Flushed)
     return FlushOutcome(flushed.num_namespaces, flushed.num_blocks, tuple(flushed.untold))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from typing import SupportsIndex, TypeVar
 
+from kvd.block import HASH_NBYTES
 from kvd.errors import ConnectionFailed, from_wire
 from kvd.protocol.replies import Begun, Failed, Reply, Reserved
 from kvd.protocol.requests import Begin, Release, Request, Reserve, Retain, Seal
@@ -57,7 +58,7 @@ def undo(link: Link, request: Request, reply: Reply) -> Request | None:
     """What gives back that which a reply brings to a caller who no longer waits for it."""
     if isinstance(request, Begin) and isinstance(reply, Begun):
         cut = reply.num_cached * BLOCK_ID_NBYTES
-        num_hash_bytes = reply.num_announced * 32
+        num_hash_bytes = reply.num_announced * HASH_NBYTES
         return Release(
             link.next_id(),
             link.epoch,

@@ -229,3 +229,18 @@ async def test_a_daemon_that_does_not_answer_is_a_time_out(daemon: Daemon) -> No
             os.kill(daemon.pid, signal.SIGCONT)
         # It held nothing, so it connects again.
         assert len((await client.status()).clients) == 1
+
+
+# case B12
+async def test_after_every_restart_the_loop_hears_of_the_next(daemon: Daemon) -> None:
+    async with kvd_client.aio.connect(daemon.folder, timeout_s=5) as client:
+        cache = await client.cache(model=MODEL, layout=LAYOUT)
+
+        async def is_lost() -> bool:
+            return client._runner.link.lost is not None
+
+        for _ in range(3):
+            assert await cache.match(PROMPT) == 0
+            daemon.kill()
+            daemon.start()
+            await eventually(is_lost)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import kvd_client
-from kvd.errors import CorruptBlock
+from kvd.errors import ClientClosed, CorruptBlock, OutOfMemory
+from kvd.protocol.requests import Release, Request
+from kvd_client import libc
+from kvd_client.address_range import AddressRange
 from kvd_client.storage import MappedStorage
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
@@ -109,8 +114,6 @@ os._exit(0)
 def test_growing_without_mappings_left_goes_on_in_private_memory(
     cache: kvd_client.Cache, client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvd.errors import OutOfMemory
-
     with cache.sequence(PROMPT, max_tokens=2000) as seq:
         keys, _ = seq.layer(0)
         fill(seq, PROMPT)
@@ -162,3 +165,82 @@ def test_verify_finds_a_block_whose_bytes_changed_after_the_seal(client: kvd_cli
 def test_without_populate_nothing_is_mapped_ahead_and_the_bytes_are_the_same(cache: kvd_client.Cache) -> None:
     with cache.sequence(PROMPT, populate=False) as seq:
         assert holds(seq, PROMPT, 96)
+
+
+# case D7
+def test_growing_without_any_memory_left_unmaps_before_it_gives_back(
+    client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = client.cache(model=MODEL, layout=LAYOUT)
+    with cache.sequence(PROMPT, max_tokens=6000) as seq:
+        fill(seq, PROMPT)
+        core, link = seq._core, client._runner.link
+        held = core.capacity_tokens
+        start = core._storage.address + held * LAYOUT.token_nbytes
+        stop = core._storage.address + 6000 * LAYOUT.token_nbytes
+        mmap, post = libc.mmap, link.post
+        num_mapped, found_at_release = 0, []
+
+        def refuse_the_second(address: int, nbytes: int, protection: int, flags: int, *file: int) -> int:
+            nonlocal num_mapped
+            if protection != libc.PROT_NONE:
+                num_mapped += 1
+                if num_mapped > 1:
+                    raise OutOfMemory("no more mappings")
+            return mmap(address, nbytes, protection, flags, *file)
+
+        def watch(request: Request) -> None:
+            if isinstance(request, Release) and request.reserved:
+                found_at_release.append(segments_mapped(start, stop))
+            post(request)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(libc, "mmap", refuse_the_second)
+            patch.setattr(link, "post", watch)
+            # More than a segment holds, so two mappings at least.
+            with pytest.raises(OutOfMemory):
+                seq.extend(5000)
+        assert num_mapped > 2, "it tried private memory last"
+        assert found_at_release == [[]]
+        assert core.capacity_tokens == held
+        # Nothing else has changed, and the next attempt succeeds.
+        assert holds(seq, PROMPT, 100)
+        longer = [*PROMPT, *[5] * 4900]
+        fill(seq, longer)
+        assert not seq.is_materialized
+        assert holds(seq, longer, 5000)
+    client.check()
+
+
+def test_what_cannot_be_unmapped_is_not_given_back(client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    with client.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT, max_tokens=6000) as seq:
+        posted: list[Request] = []
+
+        def refuse(*_arguments: object, **_options: object) -> None:
+            raise OutOfMemory("no more mappings")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(AddressRange, "make_resident", refuse)
+            patch.setattr(AddressRange, "forget", refuse)
+            patch.setattr(AddressRange, "map_private", refuse)
+            patch.setattr(client._runner.link, "post", posted.append)
+            with pytest.raises(OutOfMemory):
+                seq.extend(500)
+        assert posted == []
+
+
+def segments_mapped(start: int, stop: int) -> list[str]:
+    """The mappings of shared blocks between two addresses, as /proc/self/maps has them."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, behind = (int(address, 16) for address in line.split()[0].split("-"))
+        if first < stop and start < behind and "memfd" in line:
+            found.append(line)
+    return found
+
+
+def test_nothing_is_mapped_for_a_sequence_that_was_closed_meanwhile() -> None:
+    closed = AddressRange(1 << 20)
+    closed.close()
+    with pytest.raises(ClientClosed):
+        closed.map_file(1 << 19, 4096, -1, 0, writable=True)

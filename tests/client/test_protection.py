@@ -85,7 +85,7 @@ cache = client.cache(model=MODEL, layout=LAYOUT)
 link = client._runner.link
 opened = link.caches[cache.namespace]
 hashes = pack_hashes(chain_hashes(opened.digest, encode_tokens(range(400, 496)), 16))
-begun = client._runner._channel.exchange(Begin(link.next_id(), link.epoch, opened.handle, hashes, 6, 6), 10)
+begun = client._runner._current[1].exchange(Begin(link.next_id(), link.epoch, opened.handle, hashes, 6, 6), 10)
 (run,) = opened.memory.runs(unpack_block_ids(begun.blocks), writable=False)
 nbytes = 6 * LAYOUT.block_nbytes
 address = libc.mmap(0, nbytes, libc.PROT_READ, libc.MAP_SHARED, run.fd, run.offset)
