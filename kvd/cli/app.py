@@ -6,7 +6,10 @@ command needs.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
+import sys
 from typing import Any, NamedTuple
 
 import click
@@ -39,6 +42,9 @@ COMMANDS = {
 }
 """In the order of the help."""
 
+OUTPUT_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""What write(2) says of a file, disk or terminal that takes no more."""
+
 
 class App(click.Group):
     """A group whose commands are imported on first use, and whose `KvdError`s end as one line and their exit code."""
@@ -60,6 +66,18 @@ class App(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, entry.summary) for name, entry in COMMANDS.items()])
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program. Output that cannot be written (a full disk) is one line too; click knows closed pipes."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            # Of kvd's own calls none may let an OSError through, and those that open a file name it.
+            if error.errno not in OUTPUT_ERRNOS or error.filename is not None:
+                raise
+            _give_up_output()
+            click.echo(f"kvd: cannot write the output: {error.strerror}", err=True)
+            sys.exit(1)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
         try:
@@ -67,6 +85,13 @@ class App(click.Group):
         except KvdError as error:
             click.echo(f"kvd: {one_line(str(error)) or type(error).__name__}", err=True)
             raise click.exceptions.Exit(error.exit_code) from error
+
+
+def _give_up_output() -> None:
+    """What stdout still keeps goes nowhere: the interpreter flushes it once more at its end, and must not fail then."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 @click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

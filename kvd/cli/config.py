@@ -54,9 +54,11 @@ def check(config_path: str | None, **options: object) -> None:
     Asks no server. Of the tiers it says more than `kvd serve` does, which serves from memory when one cannot be.
     """
     from kvd.build import check_tiers
+    from kvd.daemon.folder import access_of_group
 
     result, path = loaded(config_path, options)
     _warn_of_ignored(result)
+    access_of_group(result.config.access.group)
     try:
         check_tiers(result.config.tiers, os.environ)
     except TierUnavailable as error:

@@ -18,30 +18,42 @@ MIN_PREFIX = 4
 @click.command()
 @runtime_dir_option
 @click.option("--namespace", metavar="DIGEST", help="This namespace: 64 hex digits, or the first few of a known one.")
-@click.option("--model", metavar="NAME", help="Every namespace of this model, as `kvd status` names it.")
-@click.option("--all", "everything", is_flag=True, help="Every namespace this daemon knows.")
-@click.option("--tier", metavar="NAME", default="", help='Only this tier forgets; "pool" is memory alone.')
+@click.option("--model", metavar="NAME", help="Those of --all that are of this model, as `kvd status` names it.")
+@click.option("--all", "everything", is_flag=True, help="Every namespace opened since the daemon started.")
+@click.option("--tier", metavar="NAME", help='Only this tier forgets; "pool" is memory alone.')
 @click.option("--json", "as_json", is_flag=True, help="An object: num_namespaces, num_blocks, untold.")
 def flush(
-    runtime_dir: str | None, namespace: str | None, model: str | None, everything: bool, tier: str, as_json: bool
+    runtime_dir: str | None,
+    namespace: str | None,
+    model: str | None,
+    everything: bool,
+    tier: str | None,
+    as_json: bool,
 ) -> None:
     """Forget cached blocks for good, in memory and every tier below.
 
     For when weights or code changed and the name did not. Sequences that are open keep their bytes until they are
     closed. A tier that is down is told before anything else is asked of it.
+
+    What only a tier still holds, of an earlier run or another daemon, goes by its whole digest alone: give --namespace,
+    or open it once before.
     """
     if sum((namespace is not None, model is not None, everything)) != 1:
         raise click.UsageError("name one of --namespace, --model and --all")
+    for option, given in (("--namespace", namespace), ("--model", model), ("--tier", tier)):
+        # An unset variable of a script; it must not widen what is forgotten.
+        if given is not None and not given.strip():
+            raise click.UsageError(f"{option} is empty")
     with kvd_client.connect(runtime_dir, label="kvd flush") as client:
-        digest = b"" if namespace is None else _digest(client, namespace)
-        flushed = client.flush(namespace=digest, model=model or "", tier=tier)
+        digest = None if namespace is None else _digest(client, namespace)
+        flushed = client.flush(namespace=digest, model=model, tier=tier)
     if model is not None and not flushed.num_namespaces:
         raise InvalidRequest(f"no namespace of a model {model!r} is known here; `kvd status` lists the models")
     if as_json:
         fields = {name: getattr(flushed, name) for name in ("num_namespaces", "num_blocks", "untold")}
         click.echo(msgspec.json.encode(fields).decode())
     else:
-        click.echo(_sentence(flushed))
+        click.echo(_sentence(flushed, by_name=namespace is not None))
 
 
 def _digest(client: kvd_client.Client, text: str) -> bytes:
@@ -60,10 +72,11 @@ def _digest(client: kvd_client.Client, text: str) -> bytes:
     return bytes.fromhex(found[0].digest)
 
 
-def _sentence(flushed: FlushOutcome) -> str:
+def _sentence(flushed: FlushOutcome, *, by_name: bool) -> str:
     what = "1 namespace" if flushed.num_namespaces == 1 else f"{count(flushed.num_namespaces)} namespaces"
     blocks = "1 block" if flushed.num_blocks == 1 else f"{count(flushed.num_blocks)} blocks"
-    text = f"flushed {what}: {blocks} left memory"
+    which = "" if by_name else " opened since the daemon started"
+    text = f"flushed {what}{which}: {blocks} left memory"
     if flushed.untold:
         text += f"; down just now, and told before anything else: {', '.join(map(one_line, flushed.untold))}"
     return text

@@ -12,6 +12,9 @@ from kvd.config.keys import KEYS, Key
 from kvd.config.load import Loaded, load
 from kvd.config.paths import config_file
 
+_PATH = click.Path(readable=False)
+"""Not looked at by click: that it may not be read is for who reads it to say, with an exit code of its own."""
+
 _PARAMETER_BY_KEY = {name: name.replace(".", "__") for name in KEYS}
 
 
@@ -23,8 +26,8 @@ def _option(key: Key) -> Callable[[Any], Any]:
     parameter = _PARAMETER_BY_KEY[key.name]
     description = f"{key.description} [default: {key.format(key.default)}]" if key.default != "" else key.description
     if isinstance(key.default, bool):
-        return click.option(f"{key.flag}/--no-{key.flag[2:]}", parameter, default=None, help=description)
-    metavar = "SIZE" if key.is_size else "TEXT" if key.kind == "text" else "NUMBER"
+        return click.option("/".join(key.flags), parameter, default=None, help=description)
+    metavar = "SIZE" if key.is_size else "TEXT" if key.is_text else "NUMBER"
     if key.choices:
         metavar = "|".join((*key.choices, metavar)) if key.is_size else "|".join(key.choices)
     return click.option(
@@ -40,7 +43,7 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--config",
         "config_path",
         metavar="FILE",
-        type=click.Path(),
+        type=_PATH,
         help="TOML file [default: $KVD_CONFIG, ~/.config/kvd/kvd.toml, /etc/kvd/kvd.toml].",
     )(command)
 
@@ -55,6 +58,6 @@ def loaded(config_path: str | None, options: dict[str, object]) -> tuple[Loaded,
 runtime_dir_option = click.option(
     "--runtime-dir",
     metavar="FOLDER",
-    type=click.Path(),
+    type=_PATH,
     help="The daemon's folder [default: $KVD_RUNTIME_DIR, $RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR/kvd, /run/kvd].",
 )

@@ -23,6 +23,9 @@ from kvd.status import Snapshot
 
 LABEL = "kvd status"
 
+TIMEOUT_S = 3.0
+"""A daemon answers this at once or not at all, and someone looks on."""
+
 
 @click.command()
 @runtime_dir_option
@@ -35,7 +38,7 @@ LABEL = "kvd status"
 def status(runtime_dir: str | None, as_json: bool, watch: bool, interval: float, count: int | None) -> None:
     """Show memory, pools, models and clients of the running daemon."""
     if not watch:
-        with kvd_client.connect(runtime_dir, label=LABEL) as client:
+        with kvd_client.connect(runtime_dir, label=LABEL, timeout_s=TIMEOUT_S) as client:
             snapshot = client.status()
         processes = _processes(snapshot)
         if as_json:
@@ -76,7 +79,7 @@ def _snapshots(runtime_dir: str | None, interval_s: float, count: int | None) ->
     try:
         while num_left is None or num_left > 0:
             try:
-                client = client or kvd_client.connect(runtime_dir, label=LABEL)
+                client = client or kvd_client.connect(runtime_dir, label=LABEL, timeout_s=TIMEOUT_S)
                 yield client.status()
             except (ConnectionFailed, DaemonRestarted, RequestTimeout) as error:
                 if client is not None:

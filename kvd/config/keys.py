@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from kvd.config.schema import SECONDS, SIZE, Config
+from kvd.config.schema import SECONDS, SIZE, TEXT, Config
 from kvd.config.secrets import redacted
 from kvd.config.sizes import format_size
 
@@ -35,6 +35,8 @@ class Key:
     """It may hold a password: shown by `format` only."""
     choices: tuple[str, ...]
     """The texts allowed; beside a number too ("auto")."""
+    is_text: bool
+    """It takes any text, perhaps of a certain form."""
     kind: str
     """What a value must be, in words: completes "must be ..."."""
 
@@ -52,6 +54,11 @@ class Key:
     def flag(self) -> str:
         """As on a command line: --section-field."""
         return "--" + self.name.replace(".", "_").replace("_", "-")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All there are on a command line: a truth value has a flag for yes and one for no, without a value."""
+        return (self.flag, f"--no-{self.flag[2:]}") if isinstance(self.default, bool) else (self.flag,)
 
     def format(self, value: object) -> str:
         """A value as people read and write it, without quotes and passwords."""
@@ -83,7 +90,7 @@ def _meta(hint: Any, name: str) -> Any:
     return next((value for value in found if value is not None), None)
 
 
-def _kind(hint: Any, is_size: bool, unit: object, choices: tuple[str, ...]) -> str:
+def _kind(hint: Any, is_size: bool, unit: object, choices: tuple[str, ...], text: str) -> str:
     members = _members(hint)
     words = []
     if int in members or float in members:
@@ -97,7 +104,7 @@ def _kind(hint: Any, is_size: bool, unit: object, choices: tuple[str, ...]) -> s
     if bool in members:
         words.append("true or false")
     if str in members:
-        words.append("text")
+        words.append(text)
     if choices:
         listed = ", ".join(choices)
         words.append(listed if words else f"one of {listed}" if len(choices) > 1 else listed)
@@ -119,7 +126,8 @@ def _key(section: str, field: msgspec.structs.FieldInfo, hint: Any) -> Key:
         is_size=is_size,
         is_secret=bool(extra.get("secret")),
         choices=choices,
-        kind=_kind(hint, is_size, unit, choices),
+        is_text=str in _members(hint),
+        kind=_kind(hint, is_size, unit, choices, extra.get(TEXT, "text")),
     )
 
 

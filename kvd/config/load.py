@@ -73,7 +73,8 @@ def load(
         origin[name] = f"flag {key.flag}"
         values[name] = _checked(key, value, origin[name], is_text=isinstance(value, str))
 
-    values["runtime_dir"] = str(runtime_dir(str(values.get("runtime_dir", "")), environ))
+    named = values.get("runtime_dir")
+    values["runtime_dir"] = str(runtime_dir(None if named is None else str(named), environ))
     for name in ("tiers.redis.persistence", "tiers.redis.password_file"):
         if path_text := values.get(name):
             values[name] = str(Path.cwd() / Path(str(path_text)).expanduser())

@@ -30,14 +30,25 @@ def runtime_dir(explicit: str | os.PathLike[str] | None = None, environ: Mapping
 def find_runtime_dir(explicit: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None) -> Path:
     """The folder a client connects to: the first candidate in which a daemon's socket lies, else the first one.
 
-    A folder that the caller or $KVD_RUNTIME_DIR names is the only candidate. Raises `ConfigError` as `runtime_dir`.
+    A folder that the caller or $KVD_RUNTIME_DIR names is the only candidate. Where no daemon is seen but a folder may
+    not be entered it is that one, so that connecting says so. Raises `ConfigError` as `runtime_dir`.
     """
     candidates = [_checked(folder) for folder in _candidates(explicit, os.environ if environ is None else environ)]
-    return next((folder for folder in candidates if (folder / DAEMON_MARK).exists()), candidates[0])
+    closed = []
+    for folder in candidates if len(candidates) > 1 else ():
+        try:
+            if (folder / DAEMON_MARK).exists():
+                return folder
+        except PermissionError:
+            closed.append(folder)
+    return (closed or candidates)[0]
 
 
 def _candidates(explicit: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> list[Path]:
-    named = os.fspath(explicit) if explicit else environ.get("KVD_RUNTIME_DIR", "")
+    if explicit is not None and not os.fspath(explicit):
+        # An unset variable of a script; the well-known folders may be another daemon's.
+        raise ConfigError("runtime_dir is empty; leave it out for the folder that is looked for")
+    named = environ.get("KVD_RUNTIME_DIR", "") if explicit is None else os.fspath(explicit)
     if named:
         return [Path(named)]
     well_known = [SYSTEM_RUNTIME_DIR]
@@ -68,6 +79,7 @@ def config_file(
     """The configuration file: the caller's, $KVD_CONFIG, ~/.config/kvd/kvd.toml, /etc/kvd/kvd.toml; None without any.
 
     A file that the caller or $KVD_CONFIG names is returned whether it exists or not: reading it then says so.
+    So is a well-known one that may not be looked for, rather than to start with other values than its writer meant.
     """
     environ = os.environ if environ is None else environ
     if named := (os.fspath(explicit) if explicit else environ.get("KVD_CONFIG", "")):
@@ -75,4 +87,11 @@ def config_file(
     home = environ.get("HOME", "")
     personal = environ.get("XDG_CONFIG_HOME") or (f"{home}/.config" if home else "")
     well_known = [Path(personal) / "kvd" / "kvd.toml"] if personal else []
-    return next((path for path in [*well_known, SYSTEM_CONFIG_FILE] if path.is_file()), None)
+    return next((path for path in [*well_known, SYSTEM_CONFIG_FILE] if _may_be_file(path)), None)
+
+
+def _may_be_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except PermissionError:
+        return True

@@ -13,8 +13,8 @@ _HEAD = """\
 One TOML file < `KVD_*` environment < flags. The file is the one `--config` names, else `$KVD_CONFIG`, else
 `~/.config/kvd/kvd.toml`, else `/etc/kvd/kvd.toml`; without one, the defaults hold. `kvd config show` prints every value
 and where it came from, `kvd config check` only says whether it is right. Sizes are written `4GiB`, `512MiB`, `65536`
-(KB, MB, GB count in 1000). An unknown key is an error that names the nearest one; so is a variable that is nearly one
-of these.
+(KB, MB, GB count in 1000). A flag is followed by its value, except for the pair of flags of a truth value, which take
+none. An unknown key is an error that names the nearest one; so is a variable that is nearly one of these.
 """
 
 
@@ -28,7 +28,8 @@ def markdown() -> str:
         keys = [key for key in KEYS.values() if key.section == section]
         for key in keys:
             default = f"`{key.format(key.default)}`" if key.default != "" else "-"
-            parts.append(f"| `{key.field}` | `{key.env}` | `{key.flag}` | {key.kind} | {default} |\n")
+            flags = ", ".join(f"`{flag}`" for flag in key.flags)
+            parts.append(f"| `{key.field}` | `{key.env}` | {flags} | {key.kind} | {default} |\n")
         parts.append("\n" + "".join(f"- `{key.field}`: {key.description}\n" for key in keys))
     return "".join(parts)
 

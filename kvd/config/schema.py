@@ -20,6 +20,9 @@ SECONDS = {"unit": "seconds"}
 SECRET = {"secret": True}
 """Marks a text that may hold a password: it is shown by `kvd.config.secrets.redacted` only."""
 
+TEXT = "text"
+"""Key of a `Meta.extra` that says in words which text a field takes."""
+
 MAX_BUDGET_NBYTES = 1 << 50
 
 Auto = Literal["auto"]
@@ -27,6 +30,8 @@ BudgetSize = Annotated[int, Meta(ge=PAGE_NBYTES, le=MAX_BUDGET_NBYTES)]
 SegmentSize = Annotated[int, Meta(ge=PAGE_NBYTES, le=1 << 40, multiple_of=PAGE_NBYTES)]
 QuotaSize = Annotated[int, Meta(ge=0, le=MAX_BUDGET_NBYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
+WaitSeconds = Annotated[float, Meta(ge=0, le=600)]
+"""A client gives up on a daemon that does not answer only after the longest wait it may have been configured with."""
 RedisSize = Annotated[int, Meta(ge=8 << 20, le=MAX_BUDGET_NBYTES)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
@@ -109,10 +114,11 @@ class Waits(msgspec.Struct, frozen=True, kw_only=True):
     """How long a begin may wait for a computation that another session announced."""
 
     default_s: Annotated[
-        Seconds, Meta(description="Seconds a begin waits that names no bound of its own; 0 never waits.", extra=SECONDS)
+        WaitSeconds,
+        Meta(description="Seconds a begin waits that names no bound of its own; 0 never waits.", extra=SECONDS),
     ] = 30.0
     max_s: Annotated[
-        Seconds,
+        WaitSeconds,
         Meta(description="Most seconds a begin may ask to wait; a greater bound is cut to it.", extra=SECONDS),
     ] = 300.0
 
@@ -151,7 +157,8 @@ class RedisTier(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[str, Meta(pattern=r"\A[A-Za-z0-9:_.\-]{0,64}\Z")],
         Meta(
             description="Begins every key; daemons that are to share blocks use the same one. Letters, digits and "
-            ": _ . - only."
+            ": _ . - only.",
+            extra={TEXT: "text of at most 64 letters, digits and : _ . -"},
         ),
     ] = "kvd:"
     codec: Annotated[
@@ -220,7 +227,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Folder of the sockets and the lock. Default: $RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR/kvd, else "
             "/run/kvd.",
+            min_length=1,
             max_length=4096,
+            extra={TEXT: "text, the path of a folder"},
         ),
     ] = ""
     memory: Memory = Memory()

@@ -70,7 +70,7 @@ def test_spilled_blocks_come_back_and_flushed_ones_do_not(daemon, client):  # ca
     assert kvd(daemon, "flush", "--model", "spilled", "--tier", "pool").exit_code == 0
     assert num_found(cache) == NUM_TOKENS
     result = kvd(daemon, "flush", "--model", "spilled")
-    assert result.stdout == f"flushed 1 namespace: {NUM_BLOCKS} blocks left memory\n"
+    assert result.stdout == f"flushed 1 namespace opened since the daemon started: {NUM_BLOCKS} blocks left memory\n"
     assert num_found(cache) == 0
 
 
@@ -78,7 +78,7 @@ def test_one_tier_alone_may_forget(daemon, client):
     cache = written(client, "one tier")
     kvd(daemon, "spill")
     assert kvd(daemon, "flush", "--model", "one tier", "--tier", "redis").stdout == (
-        "flushed 1 namespace: 0 blocks left memory\n"
+        "flushed 1 namespace opened since the daemon started: 0 blocks left memory\n"
     )
     assert num_found(cache) == NUM_TOKENS
     kvd(daemon, "flush", "--model", "one tier", "--tier", "pool")

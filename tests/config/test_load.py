@@ -50,17 +50,22 @@ def test_booleans_of_the_environment(text, value):
     assert load(None, {"KVD_MEMORY_CHECKSUMS": text}).config.memory.checksums is value
 
 
+def test_an_empty_flag_is_no_folder():
+    with pytest.raises(ConfigError, match=r"runtime_dir .*--runtime-dir"):
+        load(None, {}, {"runtime_dir": ""})
+
+
 def test_an_empty_variable_is_one_not_set():
+    assert load(None, {"KVD_RUNTIME_DIR": ""}).config.runtime_dir == "/run/kvd"
     assert load(None, {"KVD_MEMORY_BUDGET": ""}).origin["memory.budget"] == "default"
 
 
 @pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)
 def test_every_key_can_be_set_from_the_environment(key):
-    by_kind = {"text": "some", "true or false": "true"}
+    by_kind = {"true or false": "true"}
     is_share = key.kind == "a number from 0 to 1"
-    text = (
-        key.choices[0] if key.choices else "2MiB" if key.is_size else by_kind.get(key.kind, "0.1" if is_share else "9")
-    )
+    number = "2MiB" if key.is_size else by_kind.get(key.kind, "0.1" if is_share else "9")
+    text = key.choices[0] if key.choices else "some" if key.is_text else number
     assert load(None, {key.env: text}).origin[key.name] == f"environment {key.env}"
 
 
@@ -112,7 +117,8 @@ def test_foreign_variables_are_named_but_harmless():
         ("[tiers.redis]\nttl_s = 0", ["tiers.redis.ttl_s", "from 1 to 31536000", "not 0"]),
         ("[tiers.redis]\nttl_s = 1.5", ["tiers.redis.ttl_s", "whole number"]),
         ("[tiers.redis]\nbudget = '1MiB'", ["tiers.redis.budget", "from 8MiB", "auto"]),
-        ("[tiers.redis]\nprefix = 'a*'", ["tiers.redis.prefix", "not 'a*'"]),
+        ("[tiers.redis]\nprefix = 'a*'", ["tiers.redis.prefix", "not 'a*'", "letters, digits and : _ . -"]),
+        ("runtime_dir = ''", ["runtime_dir must be text, the path of a folder", "not ''"]),
         ("[tiers.redis]\ncodec = 'gzip'", ["tiers.redis.codec", "raw, lz4, zstd"]),
         ("not toml at all", ["is not TOML"]),
         ("runtime_dir = 3", ["runtime_dir", "text"]),
