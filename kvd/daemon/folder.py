@@ -73,8 +73,10 @@ def locked_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         # Removed while still locked: who opened it meanwhile gets the lock of a file that is gone, and looks again.
+        # If ours is gone already, what lies there is the lock of another daemon.
         with contextlib.suppress(OSError):
-            path.unlink()
+            if _is_same_file(descriptor, path):
+                path.unlink()
         os.close(descriptor)
 
 

@@ -13,12 +13,19 @@ from pathlib import Path
 from kvd import __version__
 from kvd.build import assemble
 from kvd.config.schema import Config
-from kvd.daemon.folder import access_of_group, locked_folder, prepare_folder
-from kvd.daemon.process import calm_garbage_collector, hand_over_quickly, raise_descriptor_limit, start_log
+from kvd.daemon.folder import LOCK_FILE, access_of_group, locked_folder, prepare_folder
+from kvd.daemon.presence import FolderWatch
+from kvd.daemon.process import (
+    GrowthFreezer,
+    calm_garbage_collector,
+    hand_over_quickly,
+    raise_descriptor_limit,
+    start_log,
+)
 from kvd.daemon.signals import Signals
 from kvd.errors import KvdError
 from kvd.protocol.control_page import DaemonState
-from kvd.protocol.session import REQUEST_SOCKET
+from kvd.protocol.session import REQUEST_SOCKET, SESSION_SOCKET
 from kvd.server.endpoints import check_socket_path
 from kvd.server.server import Server
 from kvd.systemd import Notifier
@@ -53,7 +60,14 @@ def _serve(config: Config, reload: Callable[[], Config] | None) -> None:
         signals = closing.enter_context(Signals())
         prepare_folder(folder, access)
         closing.enter_context(locked_folder(folder))
-        daemon = assemble(config, access, closing, on_heartbeat=_watchdog(notifier))
+        watchdog, folder_watch = _watchdog(notifier), FolderWatch()
+
+        def on_heartbeat() -> None:
+            watchdog()
+            folder_watch.look()
+
+        daemon = assemble(config, access, closing, on_heartbeat=on_heartbeat, on_used=GrowthFreezer().look)
+        folder_watch.begin([folder / name for name in (LOCK_FILE, SESSION_SOCKET, REQUEST_SOCKET)])
         daemon.server.watch_descriptor(signals.fileno(), lambda: _on_signals(signals, daemon.server, reload))
         calm_garbage_collector()
         daemon.control_page.write(DaemonState.SERVING)
@@ -67,6 +81,7 @@ def _serve(config: Config, reload: Callable[[], Config] | None) -> None:
         )
         notifier.ready(f"serving {folder}")
         daemon.server.run()
+        folder_watch.end()
         _log.info("stopping")
         notifier.stopping()
         daemon.control_page.write(DaemonState.STOPPING)

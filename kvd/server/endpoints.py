@@ -35,6 +35,8 @@ class SocketAccess:
 class Endpoints:
     """The session listener, the ROUTER and its doorkeeper. `close()` is idempotent and removes both socket files.
 
+    Only if they are still the ones made here: once our lock file is gone, another daemon may serve the same folder.
+
     Whoever makes this holds the runtime folder's lock: a socket that lies there already is a dead daemon's, and goes.
     Raises `RuntimeFolderError`; nothing half made stays behind.
     """
@@ -60,16 +62,16 @@ class Endpoints:
             undo.callback(context.term)
             self.admission = Admission(context, admit, counters)
             undo.callback(self.admission.close)
-            undo.callback(_remove, self.request_path)
             with _umask(access):
                 self.router = bind_router(context, str(self.request_path), credits=credits)
             undo.callback(self.router.close)
+            undo.callback(_remove, self.request_path, file_identity(self.request_path))
             self.arrivals = Arrivals(context, self.router, str(self.request_path), welcome, counters)
             undo.callback(self.arrivals.close)
-            undo.callback(_remove, self.session_path)
             with _umask(access):
                 self.listener = _listen(self.session_path)
             undo.callback(self.listener.close)
+            undo.callback(_remove, self.session_path, file_identity(self.session_path))
             for path in (self.session_path, self.request_path):
                 _hand_over(path, access)
             self._closing = undo.pop_all()
@@ -80,8 +82,13 @@ class Endpoints:
 
 
 def check_socket_path(path: Path) -> None:
-    """Raises `RuntimeFolderError` for a path that no unix socket can have."""
-    nbytes = len(os.fsencode(path))
+    """Raises `RuntimeFolderError` for a path that no unix socket can have, or that libzmq cannot be given."""
+    name = os.fsencode(path)
+    try:
+        name.decode()
+    except UnicodeDecodeError as error:
+        raise RuntimeFolderError(f"the path {name!r} is not UTF-8: choose another runtime folder") from error
+    nbytes = len(name)
     if nbytes > MAX_SOCKET_PATH_NBYTES:
         raise RuntimeFolderError(
             f"the path of a unix socket has at most {MAX_SOCKET_PATH_NBYTES} bytes, {path} has {nbytes}: "
@@ -90,7 +97,8 @@ def check_socket_path(path: Path) -> None:
 
 
 def _listen(path: Path) -> socket.socket:
-    _remove(path)
+    with contextlib.suppress(OSError):
+        path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.setblocking(False)
@@ -123,6 +131,17 @@ def _hand_over(path: Path, access: SocketAccess) -> None:
         ) from error
 
 
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode number; no other file has them as long as this one is open. None when it is not there."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _remove(path: Path, made: tuple[int, int] | None) -> None:
+    """While the socket is still open: its inode number cannot be another's yet."""
+    if made is not None and file_identity(path) == made:
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from collections.abc import Callable
@@ -138,7 +139,9 @@ class Lobby:
     def close(self) -> None:
         """Accepts nobody any more; who has not said Hello is let go."""
         self._watch.remove(self._listener.fileno())
-        self._listener.close()
+        # Connecting fails from now on. Whoever made the listener closes it, once its file is removed.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         for descriptor, arrival in self._silent.items():
             self._watch.remove(descriptor)
             arrival.connection.close()

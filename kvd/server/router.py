@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 
@@ -31,17 +32,20 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], path: str, *, credits: 
     Replies to a client that has gone fail (ROUTER_MANDATORY) instead of vanishing; a client that keeps to its credits
     never meets a high-water mark, and one that does not is held up in its own queue.
     """
-    router = context.socket(zmq.ROUTER)
-    router.linger = 0
-    router.router_mandatory = True
-    router.maxmsgsize = MAX_MESSAGE_NBYTES
-    router.sndhwm = router.rcvhwm = 2 * credits
-    router.zap_domain = ZAP_DOMAIN
-    router.handshake_ivl = HANDSHAKE_TIMEOUT_S * 1000
-    router.backlog = BACKLOG
-    try:
-        router.bind(f"ipc://{path}")
-    except zmq.ZMQError as error:
-        router.close()
-        raise RuntimeFolderError(f"cannot make the socket {path}: {os.strerror(error.errno or 0)}") from error
+    with contextlib.ExitStack() as undo:
+        router = context.socket(zmq.ROUTER)
+        # Whatever goes wrong: a socket left open keeps the context's end waiting for ever.
+        undo.callback(router.close)
+        router.linger = 0
+        router.router_mandatory = True
+        router.maxmsgsize = MAX_MESSAGE_NBYTES
+        router.sndhwm = router.rcvhwm = 2 * credits
+        router.zap_domain = ZAP_DOMAIN
+        router.handshake_ivl = HANDSHAKE_TIMEOUT_S * 1000
+        router.backlog = BACKLOG
+        try:
+            router.bind(f"ipc://{path}")
+        except zmq.ZMQError as error:
+            raise RuntimeFolderError(f"cannot make the socket {path}: {os.strerror(error.errno or 0)}") from error
+        undo.pop_all()
     return router

@@ -102,8 +102,6 @@ class Server:
             self._poller.register(entry, zmq.POLLIN)
         service.server_figures = self._figures
 
-    # -- the loop
-
     def run(self) -> None:
         """Turns until `stop` is called, which a callback of `watch_descriptor` may do."""
         while not self._is_stopping:
@@ -173,8 +171,6 @@ class Server:
         if hoarders:
             cut_connections(str(self._endpoints.request_path), hoarders)
 
-    # -- between sockets and service
-
     def _call(self, step: Callable[[], object]) -> None:
         step()
         self._settle()
@@ -197,8 +193,6 @@ class Server:
         return ServerFigures(
             counters=self.counters.as_dict(), stalled=frozenset(session.id for session in self._sender.stalled)
         )
-
-    # -- sessions
 
     def _open_session(self, connection: socket.socket, credentials: PeerCredentials, hello: Hello) -> None:
         protocol = min(hello.protocol_max, PROTOCOL_MAX)

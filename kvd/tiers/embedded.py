@@ -11,6 +11,7 @@ until the server is stopped, that starts it.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import select
@@ -84,6 +85,7 @@ class EmbeddedServer:
         self._changed = threading.Condition()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_up = False
+        self._up_since_s: float | None = None
         self._num_starts = 0
         self._last_error = ""
         self._thread: threading.Thread | None = None
@@ -112,7 +114,10 @@ class EmbeddedServer:
 
     @property
     def last_error(self) -> str:
-        """Why it last failed to start or died; empty when it never did."""
+        """Why it last failed to start or died; empty when it never did, or has run for `max_backoff_s` since."""
+        up_since_s = self._up_since_s
+        if up_since_s is not None and self._clock() - up_since_s > self._options.max_backoff_s:
+            return ""
         return self._last_error
 
     def start(self) -> None:
@@ -176,8 +181,14 @@ class EmbeddedServer:
         )
         self._process = process
         self._num_starts += 1
-        # Only this thread reaps the process, so its number cannot be another's yet.
-        exited = os.pidfd_open(process.pid)
+        try:
+            # Only this thread reaps the process, so its number cannot be another's yet.
+            exited = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()  # it cannot be watched, and holds nothing yet
+            process.wait()
+            self._process = None
+            raise
         try:
             self._await_loaded(exited)
             if self._prepare is not None:
@@ -242,6 +253,7 @@ class EmbeddedServer:
     def _set_up(self, is_up: bool) -> None:
         with self._changed:
             self._is_up = is_up
+            self._up_since_s = self._clock() if is_up else None
             self._changed.notify_all()
 
 
@@ -258,3 +270,22 @@ def check_persistence_dir(path: Path) -> None:
         raise RuntimeFolderError(f"the persistence folder {path} cannot be made: {error.strerror}") from error
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise RuntimeFolderError(f"the persistence folder {path} cannot be written by uid {os.getuid()}")
+
+
+def hold_persistence_dir(path: Path) -> int:
+    """Keeps other daemons from writing their snapshot there, until the descriptor is closed or the process ends.
+
+    Raises `RuntimeFolderError` when another one holds the folder, or it cannot be locked.
+    """
+    descriptor = -1
+    try:
+        # The file stays: removing it would let two daemons hold two files of one name.
+        descriptor = os.open(path / "kvd.held", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise RuntimeFolderError(f"another daemon uses the persistence folder {path}") from error
+        raise RuntimeFolderError(f"the persistence folder {path} cannot be locked: {error.strerror}") from error
+    return descriptor

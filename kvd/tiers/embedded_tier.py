@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvd.block import NamespaceDigest
 from kvd.errors import TierUnavailable
 from kvd.tiers.base import Generation
-from kvd.tiers.embedded import EmbeddedOptions, EmbeddedServer, check_persistence_dir
+from kvd.tiers.embedded import EmbeddedOptions, EmbeddedServer, check_persistence_dir, hold_persistence_dir
 from kvd.tiers.embedded_config import find_server
 from kvd.tiers.generation_journal import GenerationJournal
 from kvd.tiers.redis_bulk import BulkPool, ask
@@ -42,14 +43,18 @@ class EmbeddedRedisTier(RedisTier):
         binary: Path | None = None,
     ) -> None:
         self._journal: GenerationJournal | None = None
-        if embedded.persistence_dir is not None:
-            check_persistence_dir(embedded.persistence_dir)
-            self._journal = GenerationJournal(embedded.persistence_dir / "kvd.flushed")
-        binary = binary or find_server()
-        self.server = EmbeddedServer(binary, embedded, prepare=self._tell_flushes)
-        super().__init__(self.server.address, options, name=name, records_expire=False, on_flush=self._record_flush)
-        self._patient_until_s = time.monotonic() + _FIRST_START_S
-        self.server.start()
+        with ExitStack() as held:
+            if embedded.persistence_dir is not None:
+                check_persistence_dir(embedded.persistence_dir)
+                # Before the journal, which is rewritten; until the server has written its snapshot.
+                held.callback(os.close, hold_persistence_dir(embedded.persistence_dir))
+                self._journal = GenerationJournal(embedded.persistence_dir / "kvd.flushed")
+            binary = binary or find_server()
+            self.server = EmbeddedServer(binary, embedded, prepare=self._tell_flushes)
+            super().__init__(self.server.address, options, name=name, records_expire=False, on_flush=self._record_flush)
+            self._patient_until_s = time.monotonic() + _FIRST_START_S
+            self.server.start()
+            self._held = held.pop_all()
 
     def details(self) -> dict[str, str]:
         """Adds the server's restarts and its last words."""
@@ -63,6 +68,7 @@ class EmbeddedRedisTier(RedisTier):
         """Stops the server, which writes its snapshot."""
         super().close()
         self.server.stop()
+        self._held.close()
 
     @contextmanager
     def _call(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from kvd.build.tiers import LowerTiers, auto_redis_budget_nbytes, build_tiers, c
 from kvd.config.schema import HostTier, RedisTier, Tiers
 from kvd.errors import ConfigError, KvdError, TierUnavailable
 from kvd.tiers import embedded_config
+from kvd.tiers.embedded import hold_persistence_dir
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZES = Sizes(64 * MIB, 16 * MIB)
@@ -42,6 +44,18 @@ def test_an_embedded_server_lasts_with_a_persistence_folder(tmp_path, persistenc
     assert built.stack is not None
     assert built.stack.has_lasting is bool(persistence)
     assert built.warnings == ()
+
+
+def test_a_persistence_folder_that_another_daemon_uses_is_left_alone_and_named(tmp_path):
+    (kept := tmp_path / "kept").mkdir()
+    held = hold_persistence_dir(kept)
+    built = build(tmp_path, Tiers(redis=RedisTier(persistence=str(kept))))
+    os.close(held)
+    assert built.stack is not None
+    assert not built.stack.has_lasting
+    (warning,) = built.warnings
+    assert f"another daemon uses the persistence folder {kept}" in warning
+    assert [path.name for path in kept.iterdir()] == ["kvd.held"]
 
 
 def test_without_a_server_there_is_one_warning_that_says_what_to_install(tmp_path, monkeypatch):

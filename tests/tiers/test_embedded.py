@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -15,12 +16,14 @@ import psutil
 import pytest
 
 from kvd.errors import BlockMissing, ConfigError, RuntimeFolderError, StaleGeneration, TierUnavailable
-from kvd.tiers import embedded_config
+from kvd.tiers import embedded_config, generation_journal
 from kvd.tiers.base import Write
 from kvd.tiers.embedded import EmbeddedOptions
 from kvd.tiers.embedded_config import find_server
 from kvd.tiers.embedded_tier import EmbeddedRedisTier
-from kvd.tiers.redis_tier import RedisOptions
+from kvd.tiers.generation_journal import GenerationJournal
+from kvd.tiers.redis_options import RedisOptions
+from kvd.tiers.stack import Stack
 from tests.support.redis_servers import DEBIAN_REDIS
 from tests.support.wait import eventually
 from tests.tiers.conformance import empty, fetched, new_block, new_key, new_namespace
@@ -89,6 +92,34 @@ def test_a_server_that_dies_comes_back_and_is_used_again(start_tier: StartTier):
     assert "ended by itself" in tier.status().details["embedded_error"]
 
 
+def test_a_fault_that_is_over_is_not_shown_for_ever(start_tier: StartTier):
+    tier = up(start_tier(max_backoff_s=0.2))
+    os.kill(tier.server.pid, signal.SIGKILL)
+    eventually(lambda: "ended by itself" in tier.server.last_error)
+    eventually(lambda: not tier.server.last_error)
+    assert tier.server.is_up
+    assert "embedded_error" not in tier.status().details
+
+
+def test_a_server_that_cannot_be_watched_is_ended_before_another_is_started(
+    start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
+):
+    pids: list[int] = []
+    really_open = os.pidfd_open
+
+    def out_of_descriptors(pid: int) -> int:
+        pids.append(pid)
+        if len(pids) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return really_open(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", out_of_descriptors)
+    tier = up(start_tier())
+    assert "Too many open files" in tier.server.last_error
+    assert tier.server.pid == pids[2]
+    assert not any(psutil.pid_exists(pid) for pid in pids[:2])
+
+
 def test_a_frozen_server_can_be_stopped(start_tier: StartTier):
     tier = up(start_tier(stop_timeout_s=0.2))
     pid = tier.server.pid
@@ -120,6 +151,22 @@ def test_without_a_folder_nothing_is_kept(folder: Path, start_tier: StartTier):
     assert after.contains([key]) == [False]
 
 
+def test_a_folder_is_one_servers_only(folder: Path, start_tier: StartTier):
+    kept = folder / "kept"
+    first = up(start_tier(persistence_dir=kept))
+    (other := folder / "other").mkdir()
+    with pytest.raises(RuntimeFolderError, match=r"another daemon uses .*/kept"):
+        start_tier(runtime_dir=other, persistence_dir=kept)
+    first.close()
+    up(start_tier(runtime_dir=other, persistence_dir=kept))
+
+
+def test_a_start_that_fails_does_not_keep_the_folder(folder: Path, start_tier: StartTier):
+    with pytest.raises(ConfigError, match="budget"):
+        start_tier(persistence_dir=folder / "kept", budget_nbytes=1 << 20)
+    up(start_tier(persistence_dir=folder / "kept"))
+
+
 def test_a_flush_outlives_a_crash_that_brings_an_older_snapshot_back(folder: Path, start_tier: StartTier):
     # case A9
     namespace, other = new_namespace(), new_namespace()
@@ -141,6 +188,37 @@ def test_a_flush_outlives_a_crash_that_brings_an_older_snapshot_back(folder: Pat
     tier.close()
     again = up(start_tier(persistence_dir=folder / "kept"))
     assert again.contains([key, kept]) == [False, True]
+
+
+def test_redis_hears_of_a_flush_only_once_the_journal_has_it(
+    folder: Path, start_tier: StartTier, monkeypatch: pytest.MonkeyPatch
+):
+    # case A9
+    namespace, other = new_namespace(), new_namespace()
+    key, kept, data = new_key(namespace), new_key(other), new_block()
+    tier = up(start_tier(persistence_dir=folder / "kept"))
+    old = tier.generation(namespace)
+    tier.put(key, data, generation=old)
+    tier.put(kept, data, generation=tier.generation(other))
+
+    def fills_up(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(generation_journal, "_append", fills_up)
+        assert Stack([tier]).flush(namespace).untold == ["redis"]
+        assert tier.contains([key, kept]) == [False, True]
+        with pytest.raises(BlockMissing):
+            tier.get(key, empty())
+        with pytest.raises(StaleGeneration):
+            tier.put(key, data, generation=old)
+        with pytest.raises(TierUnavailable, match="being flushed"):
+            tier.generation(namespace)
+        tier._run([("SAVE",)])
+    new = tier.generation(namespace)
+    assert new != old
+    assert GenerationJournal(folder / "kept" / "kvd.flushed").flushed == {namespace: new}
+    assert tier.contains([key, kept]) == [False, True]
 
 
 def test_the_budget_is_kept_by_evicting(start_tier: StartTier):
