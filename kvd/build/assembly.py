@@ -47,8 +47,11 @@ def assemble(
     closing: contextlib.ExitStack,
     *,
     on_heartbeat: Callable[[], None] = lambda: None,
+    on_used: Callable[[int], None] = lambda _nbytes: None,
 ) -> Assembly:
     """Makes the first segment, the control page and the sockets; nobody is served before `Assembly.server` runs.
+
+    `on_used` is told every `COUNTERS_EVERY_S` how many bytes the pools have.
 
     Raises `OutOfMemory`, `RuntimeFolderError` and other `KvdError`s; what was made by then is on `closing`.
     """
@@ -73,7 +76,7 @@ def assemble(
     )
     mover = _mover(tiers, mover_ready, closing)
 
-    max_sessions, warnings = _max_sessions(config, sizes)
+    max_sessions, warnings = _max_sessions(config, sizes, has_tiers=tiers.stack is not None)
     # Random, so that no two daemons on this machine ever share one, restored snapshots and clocks set back included.
     epoch = secrets.randbits(62) + 1
     control_page = closing.enter_context(ControlPage(epoch=epoch))
@@ -112,6 +115,7 @@ def assemble(
         nonlocal counters, counted_at_s
         if time.monotonic() - counted_at_s >= COUNTERS_EVERY_S:
             counters, counted_at_s = service.control_counters(), time.monotonic()
+            on_used(counters["used_nbytes"])
         control_page.write(DaemonState.SERVING, counters)
         on_heartbeat()
 
@@ -175,10 +179,10 @@ def _tier_settings(config: Config) -> TierSettings:
     )
 
 
-def _max_sessions(config: Config, sizes: Sizes) -> tuple[int, tuple[str, ...]]:
+def _max_sessions(config: Config, sizes: Sizes, *, has_tiers: bool) -> tuple[int, tuple[str, ...]]:
     """The configured number, or as many as there are descriptors for, with a warning."""
     max_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    capacity = session_capacity(max_descriptors, sizes)
+    capacity = session_capacity(max_descriptors, sizes, has_tiers=has_tiers, host_tier_nbytes=config.tiers.host.budget)
     if config.limits.sessions <= capacity:
         return config.limits.sessions, ()
     return capacity, (

@@ -20,6 +20,8 @@ def execute(batch: Sequence[Job], stack: Stack) -> None:
     try:
         if kind is Lookup:
             _look_up(cast("Sequence[Lookup]", batch), stack)
+        elif kind is Learn:
+            _learn(cast("Sequence[Learn]", batch), stack)
         elif kind is Fill:
             _fill(cast("Sequence[Fill]", batch), stack)
         elif kind is Spill:
@@ -33,14 +35,18 @@ def execute(batch: Sequence[Job], stack: Stack) -> None:
 
 
 def _one(job: Job, stack: Stack) -> None:
-    if isinstance(job, Learn):
-        job.generations = stack.generations(job.namespace)
-        job.flushed = stack.flushed(job.namespace)
-    elif isinstance(job, Flush):
+    if isinstance(job, Flush):
         job.result = stack.flush(job.namespace, levels=job.levels)
     elif isinstance(job, Measure):
         stack.measure()
     job.error = None
+
+
+def _learn(jobs: Sequence[Learn], stack: Stack) -> None:
+    for job, generations in zip(jobs, stack.generations([job.namespace for job in jobs]), strict=True):
+        job.generations = generations
+        job.flushed = stack.flushed(job.namespace)
+        job.error = None
 
 
 def _look_up(jobs: Sequence[Lookup], stack: Stack) -> None:

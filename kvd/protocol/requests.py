@@ -118,7 +118,8 @@ class Prefetch(_Request, frozen=True, tag="prefetch"):
 class Flush(_Request, frozen=True, tag="flush"):
     """Makes namespaces unfindable, in the pools and every tier, for good; answered by `Flushed`.
 
-    `namespace` is one digest; with it empty, every namespace this daemon knows, or those of `model`. With `tier`, only
+    `namespace` is one digest; with it empty, every namespace opened since this daemon's start, or those of `model`. One
+    that only a tier still holds, from an earlier run or another daemon, must be named by its digest. With `tier`, only
     the tier of that name forgets, or the pools alone for "pool". Refused with `permission-refused` unless the namespace
     is the asker's own (with isolation by uid), or the asker is root or the daemon's user.
     """
@@ -131,7 +132,8 @@ class Flush(_Request, frozen=True, tag="flush"):
 class Spill(_Request, frozen=True, tag="spill"):
     """Copies every idle block that has no copy below down; answered by `Spilling` at once.
 
-    Ask again to follow how it goes. Who may ask is as for `Flush`, without being restricted to own namespaces.
+    Ask again to follow how it goes. For root and the daemon's user; with isolation by uid for everybody, who then means
+    his own blocks. Others get `permission-refused`.
     """
 
 
@@ -140,7 +142,10 @@ class Status(_Request, frozen=True, tag="status"):
 
 
 class Check(_Request, frozen=True, tag="check"):
-    """Verifies every invariant of the pools; answered by `Done`, or by `Failed` with `state-error` naming the fault."""
+    """Verifies every invariant of the pools; answered by `Done`, or by `Failed` with `state-error` naming the fault.
+
+    For root and the daemon's user; others get `permission-refused`.
+    """
 
 
 Request = OpenCache | Begin | Reserve | Seal | Retain | Release | Match | Prefetch | Flush | Spill | Status | Check

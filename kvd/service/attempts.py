@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 
 from kvd.block import BlockId, ChainHash
@@ -16,7 +17,7 @@ from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Cache, Session
 
 
-class Attempt(Parked):
+class Attempt(Parked, abc.ABC):
     """One request, tried until it gives a reply or an error."""
 
     __slots__ = (
@@ -46,9 +47,9 @@ class Attempt(Parked):
         self.promotion: Promotion | None = None
         """What is brought up for it; it is left when this attempt ends, or waits for other sessions."""
 
+    @abc.abstractmethod
     def run(self, table: SegmentTable) -> Reply | WaitFor | AskBelow | Grow:
         """One try. On success the grants are queued already. Raises what the pool raises, with nothing changed."""
-        raise NotImplementedError
 
     def stop_waiting_for_others(self) -> None:
         """From now on no `WaitFor` and no `AskBelow`."""

@@ -168,7 +168,7 @@ class Below:
         pool = attempt.cache.pool
         if isinstance(attempt, BeginAttempt):
             num_cached = pool.match(attempt.wanted) if self._settings.spill == "on_second_hit" else 0
-            self.spilling.found(pool, attempt.wanted[:num_cached])
+            self.spilling.found(pool, attempt.cache.digest, attempt.wanted[:num_cached])
         self.spilling.look_at(pool)
 
     def _flushed_unseen(self, lineage: Lineage, levels: frozenset[int]) -> None:

@@ -44,6 +44,8 @@ class Flushing:
         """Everywhere, or with `level` in one tier only, which then leaves the pools alone."""
         digests = list(namespaces)
         result = FlushResult(len(digests))
+        if level is None:
+            result.num_blocks = sum(pool.drop_namespaces(digests) for pool in self._pools())
         jobs = [self._begin(digest, result, on_done, level) for digest in digests]
         self._mover.submit(jobs)
         return result
@@ -75,7 +77,7 @@ class Flushing:
             self._mover.submit([Flush(lineage.digest, unknown, lambda job: self._told(lineage, job), levels=others)])
 
     def _forget_flushed(self, lineage: Lineage) -> None:
-        num_blocks = self._forget(lineage.pool, lineage.digest)
+        num_blocks = lineage.pool.drop_namespaces((lineage.digest,))
         if num_blocks:
             _log.info("namespace %s was flushed elsewhere: %d blocks dropped", lineage.digest.hex()[:16], num_blocks)
 
@@ -87,19 +89,19 @@ class Flushing:
         level: int | None,
     ) -> Flush:
         lineage = self._lineages.get(digest)
-        if level is None:
-            for pool in self._pools():
-                result.num_blocks += self._forget(pool, digest)
         if lineage is not None:
             self._lineages.flushing(lineage)
 
         def finish(job: Flush) -> None:
             self._told(lineage, job)
-            result.untold.update(job.result.untold)
+            # Without an end of the job nobody can say which tiers heard of it.
+            result.untold.update(job.result.untold if job.error is None else asked)
             result.num_open -= 1
             if not result.num_open:
                 on_done(result)
 
+        names = self._mover.stack.names
+        asked = names if level is None else (names[level],)
         levels = None if level is None else frozenset({level})
         return Flush(digest, self._mover.stack.unknown, finish, levels=levels)
 
@@ -109,7 +111,3 @@ class Flushing:
         self._lineages.flushed(lineage, job.result.generations)
         if None in job.result.generations and not lineage.num_flushing:
             self._lineages.learn(lineage)
-
-    @staticmethod
-    def _forget(pool: Pool, digest: NamespaceDigest) -> int:
-        return pool.drop_namespace(digest) if digest in pool.namespaces else 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvd.block import SessionId
-from kvd.errors import DaemonRestarted, InvalidLayout, KvdError, StateError
+from kvd.errors import DaemonRestarted, InvalidLayout, KvdError, PermissionRefused, StateError
 from kvd.hashing import Namespace, namespace_digest, unpack_hashes
 from kvd.layout import KVLayout
 from kvd.mover import Mover
@@ -88,6 +88,7 @@ class Service:
                 clock=clock,
             )
         tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        # Each returns its reply, or None when that comes later or never.
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
             requests.OpenCache: self._open_cache,
             requests.Begin: self._begin,
@@ -102,8 +103,6 @@ class Service:
             requests.Status: self._status,
             requests.Check: self._check,
         }
-
-    # Sessions.
 
     def open_session(self, identity: Identity, *, label: str = "", client_version: str = "") -> SessionId:
         """A session begins. `identity` is the kernel's word; `label` and `client_version` are claims, for display."""
@@ -131,8 +130,6 @@ class Service:
         self._progress.blocks_came_back = True
         self._blocks_moved(*{cache.pool for cache in session.caches.values()})
         self._progress.settle()
-
-    # Requests.
 
     def handle(self, session_id: SessionId, request: requests.Request) -> None:
         """Carries out one request; what must be sent for it is in the outbox now, or comes later if it has to wait."""
@@ -209,8 +206,6 @@ class Service:
             self.below.close()
         self._table.close()
 
-    # One method per verb; each returns its reply, or None when that comes later or never.
-
     def _open_cache(self, session: Session, request: requests.OpenCache) -> Reply | None:
         layout = KVLayout(
             num_layers=request.num_layers,
@@ -266,9 +261,8 @@ class Service:
         cache = session.cache(request.cache)
         hashes = unpack_hashes(request.hashes)
         check_begin(num_hashes=len(hashes), max_cached=request.max_cached, num_blocks=request.num_blocks)
-        wait_s = self.settings.default_wait_s
-        if request.wait_s is not None:
-            wait_s = min(check_wait_s(request.wait_s), self.settings.max_wait_s)
+        wait_s = self.settings.default_wait_s if request.wait_s is None else check_wait_s(request.wait_s)
+        wait_s = min(wait_s, self.settings.max_wait_s)
         attempt = BeginAttempt(
             session,
             cache,
@@ -300,7 +294,7 @@ class Service:
         if sealed:
             self._table.grant(session, cache.pool, readable=sealed)
         if self.below is not None:
-            self.below.spilling.sealed(cache.pool, hashes)
+            self.below.spilling.sealed(cache.pool, cache.digest, hashes)
         return Sealed(request.request_id, self.epoch, pack_block_ids(sealed))
 
     def _release(self, session: Session, request: requests.Release) -> Reply | None:
@@ -318,15 +312,16 @@ class Service:
     def _status(self, _session: Session, request: requests.Status) -> Reply:
         return StatusReply(request.request_id, self.epoch, self.snapshot())
 
-    def _check(self, _session: Session, request: requests.Check) -> Reply:
+    def _check(self, session: Session, request: requests.Check) -> Reply:
+        # It looks at every block there is while all others wait.
+        if session.identity.uid not in self.settings.admin_uids:
+            raise PermissionRefused("only root and the daemon's own user may have the pools checked")
         self.pools.check_integrity()
         return Done(request.request_id, self.epoch)
 
     def _blocks_moved(self, *pools: Pool) -> None:
         if self.below is not None:
             self.below.blocks_moved(pools)
-
-    # Replies and errors.
 
     def _send(self, session: Session, reply: Reply) -> None:
         self.outbox.append(SendReply(session.id, reply))

@@ -47,7 +47,7 @@ class ServiceSettings:
 
     isolation: Isolation = "group"
     default_wait_s: float = 10.0
-    """How long a begin waits for another session's computation when the client names no bound."""
+    """How long a begin waits for another session's computation when the client names no bound; at most `max_wait_s`."""
     max_wait_s: float = 300.0
     """Longer waits that a client asks for are cut to this."""
     growth_wait_s: float = 10.0
@@ -56,7 +56,7 @@ class ServiceSettings:
     """How long after memory could not be had it is tried again."""
     max_caches_per_session: int = 256
     admin_uids: frozenset[int] = field(default_factory=lambda: frozenset({0, os.geteuid()}))
-    """Users who may flush and spill what is not their own."""
+    """Users who may flush and spill what is not their own, and have the pools checked."""
     checksums: bool = True
     """Whether checksums given at a seal are kept and handed back."""
     tiers: TierSettings = field(default_factory=TierSettings)

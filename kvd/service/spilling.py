@@ -14,11 +14,14 @@ from kvd.pool import Pool
 from kvd.service.lineage import Lineages
 from kvd.service.segments import SegmentTable
 from kvd.service.settings import TierSettings
+from kvd.tiers.base import TierKey
 
 MAX_BACKLOG = 1 << 16
 """Hashes remembered to be copied down soon; older ones are left to the watermarks."""
 MAX_LOOKED_AT = 256
 """Hashes of the backlog that one call looks at."""
+MAX_REFUSED = 8
+"""Those of them whose namespace cannot be copied just now, after which the call looks no further."""
 MAX_SHARE_DIVISOR = 4
 """At most a quarter of a pool's blocks is on the way down."""
 _log = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ class _Shelf:
     """What spilling knows of one pool."""
 
     def __init__(self) -> None:
-        self.backlog: deque[ChainHash] = deque(maxlen=MAX_BACKLOG)
+        self.backlog: deque[TierKey] = deque(maxlen=MAX_BACKLOG)
         self.seen_once: dict[ChainHash, None] = {}
         """Hashes one begin has found, oldest first."""
         self.is_short = False
@@ -73,20 +76,20 @@ class Spilling:
         """When a rest is over."""
         return self._rest_until_s
 
-    def sealed(self, pool: Pool, hashes: Iterable[ChainHash]) -> None:
+    def sealed(self, pool: Pool, namespace: NamespaceDigest, hashes: Iterable[ChainHash]) -> None:
         """Blocks were sealed."""
         if self._settings.spill == "write_through":
-            self._shelf(pool).backlog.extend(hashes)
+            self._shelf(pool).backlog.extend(TierKey(namespace, one) for one in hashes)
         self.look_at(pool)
 
-    def found(self, pool: Pool, hashes: Sequence[ChainHash]) -> None:
+    def found(self, pool: Pool, namespace: NamespaceDigest, hashes: Sequence[ChainHash]) -> None:
         """A begin found these blocks resident."""
         if self._settings.spill != "on_second_hit" or not hashes:
             return
         shelf = self._shelf(pool)
         for chain_hash in hashes:
             if chain_hash in shelf.seen_once:
-                shelf.backlog.append(chain_hash)
+                shelf.backlog.append(TierKey(namespace, chain_hash))
                 del shelf.seen_once[chain_hash]
             else:
                 shelf.seen_once[chain_hash] = None
@@ -181,15 +184,20 @@ class Spilling:
 
     def _copy_backlog(self, pool: Pool, shelf: _Shelf) -> None:
         room = self._room(pool, shelf)
+        num_refused = 0
         for _ in range(min(len(shelf.backlog), MAX_LOOKED_AT)):
             if room <= 0:
                 return
-            chain_hash = shelf.backlog.popleft()
-            if blocks := pool.without_copy((chain_hash,)):
-                num_copied = self._copy(pool, shelf, blocks, lasting_only=False)
-                room -= num_copied
-                if not num_copied:
-                    shelf.backlog.append(chain_hash)  # its namespace cannot be copied just now
+            due = shelf.backlog.popleft()
+            if not self._lineages.may_spill(due.namespace):
+                # It goes to the end, so that a namespace in trouble does not keep the others from their turn. But most
+                # likely none can be copied now, which is soon found out.
+                shelf.backlog.append(due)
+                num_refused += 1
+                if num_refused == MAX_REFUSED:
+                    return
+                continue
+            room -= self._copy(pool, shelf, pool.without_copy((due.chain_hash,)), lasting_only=False)
 
     def _copy_idle(
         self, pool: Pool, shelf: _Shelf, num_wanted: int, *, newest_first: bool = False, lasting_only: bool = False
@@ -246,6 +254,6 @@ class Spilling:
         elif error is not None and not job.cancelled:
             self._rest_until_s = self._clock() + self._settings.retry_s
         if error is not None and self._settings.spill != "on_evict" and not isinstance(error, BlockCorrupt):
-            self._shelf(pool).backlog.appendleft(job.ticket.hash)  # or it would wait for the watermarks
+            self._shelf(pool).backlog.appendleft(job.key)  # or it would wait for the watermarks
         if not job.cancelled:
             self.look_at(pool)

@@ -72,7 +72,7 @@ class TierVerbs:
             raise InvalidRequest(f"there is no tier {request.tier!r}; there are {', '.join((POOL, *names))}")
         namespaces = self._named(session, request)
         if self._below is None or request.tier == POOL:
-            dropped = sum(pool.drop_namespace(one) for pool in self._pools.all for one in namespaces)
+            dropped = sum(pool.drop_namespaces(namespaces) for pool in self._pools.all)
             return Flushed(request.request_id, self._epoch, len(namespaces), dropped)
 
         def answer(result: FlushResult) -> Reply:

@@ -52,7 +52,8 @@ Outcome = TierError | None
 
 
 class Tier(abc.ABC):
-    """A place below the pool. All methods may be called from any thread, several at once; only `status` never waits.
+    """A place below the pool. All methods may be called from any thread, several at once; only `status` and
+    `is_answering` never wait.
 
     A batch never raises for one item: it returns the outcome of each, so that one bad block costs one block. Calls on
     a closed tier fail with `TierUnavailable`.
@@ -63,6 +64,10 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def generation(self, namespace: NamespaceDigest) -> Generation:
         """The current generation, made now if there is none. Raises `TierUnavailable`."""
+
+    def generations(self, namespaces: Sequence[NamespaceDigest]) -> list[Generation | None]:
+        """`generation` of each, None where that fails. Worth overriding where each would cost a round trip."""
+        return [self._generation_or_none(one) for one in namespaces]
 
     @abc.abstractmethod
     def contains(self, keys: Sequence[TierKey]) -> list[bool]:
@@ -110,6 +115,10 @@ class Tier(abc.ABC):
         """Namespaces seen flushed by somebody else since the last call: drop them from the pool and other tiers."""
         return []
 
+    def is_answering(self) -> bool:
+        """False while it is no use to ask: closed, or down and not due to be tried again. Takes no lock."""
+        return True
+
     @abc.abstractmethod
     def usage(self) -> TierUsage:
         """Ask the tier what it holds; the answer also shows in the next `status`. Raises `TierUnavailable`."""
@@ -129,6 +138,12 @@ class Tier(abc.ABC):
     def put(self, key: TierKey, data: memoryview, *, generation: Generation, itemsize: int = 2) -> None:
         """`put_many` of one; raises its outcome."""
         _raise_if_failed(self.put_many([Write(key, data, generation, itemsize)])[0])
+
+    def _generation_or_none(self, namespace: NamespaceDigest) -> Generation | None:
+        try:
+            return self.generation(namespace)
+        except TierError:
+            return None
 
     def __enter__(self) -> Self:
         return self

@@ -90,6 +90,10 @@ class CircuitBreaker:
                 return
             raise self._refusal(self._reason, cause=f"{self._cause}-waiting")
 
+    def may_enter(self) -> bool:
+        """False while it is open and no probe is due. Takes no lock."""
+        return self._state is not BreakerState.OPEN or self._clock() >= self._retry_at_s
+
     def succeeded(self) -> None:
         """The other side answered."""
         with self._lock:

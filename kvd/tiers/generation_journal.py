@@ -7,11 +7,12 @@ written here, synced, before the server is told, and told again whenever another
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Literal
 
 from kvd.block import HASH_NBYTES, NamespaceDigest
-from kvd.errors import RuntimeFolderError
+from kvd.errors import RuntimeFolderError, TierUnavailable
 from kvd.tiers.base import Generation
 
 
@@ -22,6 +23,8 @@ class GenerationJournal:
         """Reads what is there and rewrites it without the outdated lines. Raises `RuntimeFolderError`."""
         self._path = path
         self.flushed: dict[NamespaceDigest, Generation] = {}
+        self._lock = threading.Lock()
+        self._may_be_torn = False
         try:
             lines = path.read_text(encoding="ascii", errors="replace").splitlines() if path.exists() else []
             for line in lines:
@@ -33,12 +36,24 @@ class GenerationJournal:
             raise RuntimeFolderError(f"the flush journal {path} cannot be kept: {error}") from error
 
     def record(self, namespace: NamespaceDigest, generation: Generation) -> None:
-        """On disk when this returns. Raises `RuntimeFolderError`; then the flush must not be called done."""
-        try:
-            _append(self._path, _line((namespace, generation)), mode="a")
-        except OSError as error:
-            raise RuntimeFolderError(f"the flush journal {self._path} cannot be written: {error}") from error
-        self.flushed[namespace] = generation
+        """On disk when this returns; what is there already costs nothing. Thread-safe.
+
+        Raises `TierUnavailable` (a full disk, for instance); then the flush must not be called done.
+        """
+        with self._lock:
+            if self.flushed.get(namespace) == generation:
+                return
+            # A line that a full disk cut short must not swallow the next one.
+            line = "\n" * self._may_be_torn + _line((namespace, generation))
+            try:
+                self._may_be_torn = True
+                _append(self._path, line, mode="a")
+            except OSError as error:
+                raise TierUnavailable(
+                    f"the flush journal {self._path} cannot be written: {error}", cause="journal"
+                ) from error
+            self._may_be_torn = False
+            self.flushed[namespace] = generation
 
     def _take(self, line: str) -> None:
         namespace, _, number = line.partition(" ")

@@ -21,6 +21,7 @@ from kvd.errors import (
     ConfigError,
     OutOfMemory,
     StaleGeneration,
+    StateError,
     TierError,
     TierFull,
     TierUnavailable,
@@ -112,20 +113,18 @@ class HostTier(Tier):
 
     def usage(self) -> TierUsage:
         """Bytes of whole segments: that is what the machine misses."""
-        with self._lock:
-            self._check_open()
-            usage = TierUsage(
-                num_blocks=len(self._table),
-                used_nbytes=self._table.segments_nbytes,
-                budget_nbytes=self._budget_nbytes,
-            )
-        return self._counters.measured(usage)
+        self._check_open()
+        return self._measure()
+
+    def is_answering(self) -> bool:
+        """Until it is closed."""
+        return not self._closed
 
     def status(self) -> TierStatus:
-        """Never waits longer than a look-up."""
+        """Waits for nobody."""
         if self._closed:
             return self._counters.status(name=self.name, kind="host", state="down", reason="closed")
-        self.usage()
+        self._measure()
         return self._counters.status(name=self.name, kind="host")
 
     def close(self) -> None:
@@ -142,7 +141,7 @@ class HostTier(Tier):
         with self._lock:
             self._table.check_integrity()
             if self._table.segments_nbytes + self._growing_nbytes > self._budget_nbytes:
-                raise TierError(f"the {self.name} tier holds more than its budget")
+                raise StateError(f"the {self.name} tier holds more than its budget")
 
     def _get(self, read: Read) -> None:
         with self._lock:
@@ -227,6 +226,15 @@ class HostTier(Tier):
         if memory is not None and not usable:
             memory.close()
         return usable
+
+    def _measure(self) -> TierUsage:
+        # Two numbers, each read whole: without the lock, which a flush holds for as long as it looks at every key.
+        usage = TierUsage(
+            num_blocks=len(self._table),
+            used_nbytes=self._table.segments_nbytes,
+            budget_nbytes=self._budget_nbytes,
+        )
+        return self._counters.measured(usage)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -68,6 +68,8 @@ class SlotTable:
         self._by_key: dict[TierKey, Slot] = {}
         self._last_used: dict[Slot, int] = {}
         self._clock = 0
+        self.segments_nbytes = 0
+        """Bytes of all segments. This and `len` are single numbers, which may be read without the lock."""
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -77,14 +79,10 @@ class SlotTable:
         """Every key, in no order."""
         return list(self._by_key)
 
-    @property
-    def segments_nbytes(self) -> int:
-        """Bytes of all segments."""
-        return sum(one.memory.nbytes for same in self._segments.values() for one in same)
-
     def add_segment(self, memory: SegmentMemory, slot_nbytes: int) -> None:
         """New memory for blocks of this size."""
         self._segments.setdefault(slot_nbytes, []).append(Segment(memory, slot_nbytes))
+        self.segments_nbytes += memory.nbytes
 
     def find(self, key: TierKey) -> Slot | None:
         """The slot of a block; asking does not count as use."""
@@ -159,6 +157,7 @@ class SlotTable:
             for key, _ in inside:
                 self.forget(key)
             self._segments[segment.slot_nbytes].remove(segment)
+            self.segments_nbytes -= segment.memory.nbytes
             return segment.memory
         return None
 
@@ -167,6 +166,7 @@ class SlotTable:
         memories = [one.memory for same in self._segments.values() for one in same]
         for table in (self._segments, self._lru, self._by_key, self._last_used):
             table.clear()
+        self.segments_nbytes = 0
         return memories
 
     def check_integrity(self) -> None:
@@ -174,6 +174,9 @@ class SlotTable:
         in_lru = sum(len(same) for same in self._lru.values())
         if not in_lru == len(self._by_key) == len(self._last_used):
             raise StateError(f"host tier: {in_lru} blocks in LRU order, {len(self._by_key)} by key")
+        nbytes = sum(one.memory.nbytes for same in self._segments.values() for one in same)
+        if nbytes != self.segments_nbytes:
+            raise StateError(f"host tier: segments of {nbytes} bytes, counted {self.segments_nbytes}")
         capacity = sum(one.num_slots for same in self._segments.values() for one in same)
         free = sum(len(one.free) for same in self._segments.values() for one in same)
         if free + len(self._by_key) != capacity:

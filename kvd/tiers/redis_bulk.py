@@ -261,3 +261,13 @@ def _read_stored(connection: RespConnection, job: WriteJob) -> TierError | None:
     else:
         job.outcome = TierUnavailable(f"an unexpected answer to SET: {reply!r}", cause="error-reply")
     return job.outcome
+
+
+def settle(jobs: Sequence[ReadJob] | Sequence[WriteJob], error: TierError) -> None:
+    """Give the error to the jobs it kept from an answer.
+
+    Those that seemed well count too: their generation was not confirmed any more.
+    """
+    for job in jobs:
+        if job.outcome is None or job.outcome is UNANSWERED:
+            job.outcome = error

@@ -46,7 +46,10 @@ class Generations:
             return self._known[namespace][0]
 
     def observe(self, namespace: NamespaceDigest, record: object) -> Generation | None:
-        """Take over what Redis says: the record's bytes, or None. The generation it names, None for no valid record."""
+        """Take over what Redis says: the record's bytes, or None. The generation to look under that it names.
+
+        None for no valid record, and while a flush of ours waits to be told to Redis: what it says then is over.
+        """
         match = _RECORD.fullmatch(record) if isinstance(record, bytes) else None
         with self._lock:
             before = self._known.get(namespace)
@@ -62,7 +65,7 @@ class Generations:
                 and self._pending.get(namespace) != generation
             ):
                 self._flushed_elsewhere.add(namespace)
-            return generation
+            return generation if self._pending.get(namespace, generation) == generation else None
 
     def was_flushed(self, namespace: NamespaceDigest) -> bool:
         """Whether the known generation began with a flush."""

@@ -9,60 +9,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvd.block import NamespaceDigest
-from kvd.errors import BlockCorrupt, BlockMissing, ConfigError, TierError, TierFull, TierUnavailable
+from kvd.errors import BlockCorrupt, BlockMissing, TierError, TierFull, TierUnavailable
 from kvd.status import TierStatus, TierUsage
 from kvd.tiers.base import Generation, Outcome, Read, Tier, TierKey, Write
 from kvd.tiers.breaker import BreakerState, CircuitBreaker
 from kvd.tiers.codecs import codec_named
 from kvd.tiers.counters import TierCounters
-from kvd.tiers.redis_bulk import UNANSWERED, ReadJob, WriteJob
+from kvd.tiers.redis_bulk import UNANSWERED, ReadJob, WriteJob, settle
 from kvd.tiers.redis_generations import Generations, new_generation, record_of
 from kvd.tiers.redis_keys import RedisKeys
 from kvd.tiers.redis_nodes import Keyed, RedisNodes
+from kvd.tiers.redis_options import RedisOptions
 from kvd.tiers.redis_url import RedisAddress
 from kvd.tiers.resp_connection import Reply, command
 
-MAX_TTL_S = 366 * 86400
+__all__ = ["RedisOptions", "RedisTier"]
+
 RECORD_GRACE_S = 3600
 """A generation's record outlives every value put under it by this: it is touched after each of them."""
 
 _MAX_VALUE_NBYTES = (512 << 20) - 4096  # servers refuse longer ones (proto-max-bulk-len)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisOptions:
-    """How the tier uses its Redis. Raises `ConfigError` for values that make no sense."""
-
-    prefix: str = "kvd:"
-    """Goes before every key; daemons that share blocks share it."""
-    ttl_s: int = 3600
-    """How long a block lives after its last use."""
-    codec: str = "raw"
-    """raw, lz4 or zstd: how blocks are written. Every codec is read."""
-    control_timeout_s: float = 0.05
-    """Bounds each wait for a small answer."""
-    connect_timeout_s: float = 0.25
-    """Bounds connecting, log-in included; over a network it takes several round trips."""
-    bulk_timeout_s: float = 0.25
-    """Bounds each wait for a value, together with the time its size takes at `bulk_nbytes_per_s`."""
-    bulk_nbytes_per_s: float = 20e6
-    """The slowest transfer that is still worth waiting for."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.ttl_s, bool) or not 1 <= self.ttl_s <= MAX_TTL_S:
-            raise ConfigError(f"redis ttl_s must be from 1 to {MAX_TTL_S} seconds, not {self.ttl_s}")
-        for name in ("control_timeout_s", "connect_timeout_s", "bulk_timeout_s"):
-            if not 0 < getattr(self, name) <= 60:
-                raise ConfigError(f"redis {name} must be above 0 and at most 60 seconds")
-        if not self.bulk_nbytes_per_s > 0:
-            raise ConfigError("redis bulk_nbytes_per_s must be above 0")
-        codec_named(self.codec)
-        RedisKeys(self.prefix)
 
 
 class RedisTier(Tier):
@@ -71,7 +41,8 @@ class RedisTier(Tier):
     `records_expire=False` keeps the generations' records for ever; it is for a server whose policy evicts only what has
     a time to live, so that a burst of values can't push a record out, and its whole namespace out of reach.
     `on_flush(namespace, generation)` is called before Redis is told of a flush; the embedded server keeps its journal
-    there, for a flush must outlive a crash. What it raises ends the flush, which stays remembered.
+    there, for a flush must outlive a crash. A `TierError` of it ends the flush, which stays remembered: nothing of the
+    namespace is read or written until a later call gets through to both, so one flush may call it several times.
     """
 
     def __init__(
@@ -127,6 +98,13 @@ class RedisTier(Tier):
                 raise TierUnavailable("the namespace is being flushed", cause="flushing")
             return known
 
+    def generations(self, namespaces: Sequence[NamespaceDigest]) -> list[Generation | None]:
+        """One round trip for all whose record is there, which is the everyday case."""
+        known: dict[NamespaceDigest, Generation | None] = {}
+        with suppress(TierError), self._counting(), self._call():
+            known = self._read_records(namespaces)
+        return [self._generation_or_none(one) if known.get(one) is None else known[one] for one in namespaces]
+
     def contains(self, keys: Sequence[TierKey]) -> list[bool]:
         """One round trip; a second one when the namespace turns out to be flushed since the last call."""
         found = [False] * len(keys)
@@ -154,7 +132,7 @@ class RedisTier(Tier):
             with self._call():
                 self._get(jobs)
         except TierUnavailable as error:
-            _settle(jobs, error)
+            settle(jobs, error)
         outcomes = [job.outcome for job in jobs]
         nbytes = sum(len(job.into) for job in jobs if job.outcome is None)
         self._counters.reads(outcomes, nbytes=nbytes, seconds=time.monotonic() - started_s)
@@ -170,7 +148,7 @@ class RedisTier(Tier):
                 if (full := next((job.outcome for job in jobs if isinstance(job.outcome, TierFull)), None)) is not None:
                     raise full
         except TierUnavailable as error:
-            _settle(jobs, error)
+            settle(jobs, error)
         except TierFull as error:
             # Raised above for the breaker's sake, after the generations were confirmed; or by it, before anything was.
             for job in jobs:
@@ -194,8 +172,7 @@ class RedisTier(Tier):
         """A new generation first, which makes it final; then the old values are deleted, as far as Redis lets us."""
         with self._counting():
             generation = self._generations.begin_flush(namespace)
-            if self._on_flush is not None:
-                self._on_flush(namespace, generation)
+            self._prepare_flush(namespace, generation)
             with self._call():  # tells Redis
                 self._sweep(namespace, generation)
             return generation
@@ -233,6 +210,10 @@ class RedisTier(Tier):
             details=self.details(),
         )
 
+    def is_answering(self) -> bool:
+        """As in the contract: not while the breaker is open."""
+        return not self._closed and self._breaker.may_enter()
+
     def details(self) -> dict[str, str]:
         """The part of the status that only a Redis has. Asks nothing either."""
         room, server = self._room.view(), self._nodes.server
@@ -255,15 +236,28 @@ class RedisTier(Tier):
             raise TierUnavailable(f"the {self.name} tier is closed", cause="closed")
         with self._breaker.guard():
             self._nodes.ensure_checked()
-            for namespace, generation in self._generations.pending().items():
-                record = record_of(generation, flushed=True)
-                self._run([("SET", self._keys.generation(namespace), record, *self._record_ttl)])
-                self._generations.end_flush(namespace, generation)
+            self._tell_flushes_to_redis()
             try:
                 yield
             except TierUnavailable:
                 self._nodes.distrust()
                 raise
+
+    def _prepare_flush(self, namespace: NamespaceDigest, generation: Generation) -> None:
+        if self._on_flush is not None:
+            self._on_flush(namespace, generation)
+
+    def _tell_flushes_to_redis(self) -> None:
+        for namespace, generation in self._generations.pending().items():
+            try:
+                # Redis is never told of a flush that a crash could undo.
+                self._prepare_flush(namespace, generation)
+            except TierError as error:
+                self._counters.error(error)
+                continue  # it stays pending; other namespaces need not wait for it
+            record = record_of(generation, flushed=True)
+            self._run([("SET", self._keys.generation(namespace), record, *self._record_ttl)])
+            self._generations.end_flush(namespace, generation)
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -390,13 +384,3 @@ class RedisTier(Tier):
                     self._counters.error(result)
         except TierUnavailable as error:
             self._counters.error(error)
-
-
-def _settle(jobs: Sequence[ReadJob] | Sequence[WriteJob], error: TierError) -> None:
-    """Give the error to the jobs it kept from an answer.
-
-    Those that seemed well count too: their generation was not confirmed any more.
-    """
-    for job in jobs:
-        if job.outcome is None or job.outcome is UNANSWERED:
-            job.outcome = error

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvd.errors import TierRefused
+from kvd.errors import StateError, TierRefused
 from kvd.tiers.bulk_socket import Buffer, BulkSocket
 
 _BUFFER_NBYTES = 4096
@@ -94,7 +94,7 @@ class RespConnection:
     def read_into(self, view: memoryview) -> None:
         """Fill `view` with the next bytes of the value: what is buffered, then straight from the socket."""
         if len(view) > self.value_left:
-            raise ValueError(f"{len(view)} bytes wanted of a value that has {self.value_left} left")
+            raise StateError(f"{len(view)} bytes wanted of a value that has {self.value_left} left")
         buffered = min(len(view), self._end - self._start)
         view[:buffered] = self._buffer[self._start : self._start + buffered]
         self._start += buffered

@@ -61,16 +61,17 @@ class Stack:
         return any(name in self._lasting for name in self.names)
 
     def is_answering(self) -> bool:
-        """False while every tier is down and not due to be tried again: then asking is no use. Waits for nobody."""
-        return any(one.state != "down" or one.retry_in_s <= 0 for one in self.statuses())
+        """False while every tier is down and not due to be tried again: then asking is no use. Takes no lock."""
+        return any(tier.is_answering() for tier in self.tiers)
 
     def statuses(self) -> list[TierStatus]:
         """Nearest first. Waits for nobody."""
         return [tier.status() for tier in self.tiers]
 
-    def generations(self, namespace: NamespaceDigest) -> Generations:
-        """What each tier says now."""
-        return tuple(_generation(tier, namespace) for tier in self.tiers)
+    def generations(self, namespaces: Sequence[NamespaceDigest]) -> list[Generations]:
+        """What the tiers say now of each namespace; every tier is asked for all of them at once."""
+        by_tier = [tier.generations(namespaces) for tier in self.tiers]
+        return [tuple(told[index] for told in by_tier) for index in range(len(namespaces))]
 
     def flushed(self, namespace: NamespaceDigest) -> tuple[bool, ...]:
         """For each tier, whether its generation began with a flush. Asks nobody."""
@@ -150,7 +151,7 @@ class Stack:
         untold = []
         for level, tier in enumerate(self.tiers):
             if levels is not None and level not in levels:
-                generations[level] = _generation(tier, namespace)
+                (generations[level],) = tier.generations([namespace])
                 continue
             try:
                 generations[level] = tier.flush(namespace)
@@ -182,13 +183,6 @@ class Stack:
         """Closes every tier, nearest first. Idempotent."""
         for tier in self.tiers:
             tier.close()
-
-
-def _generation(tier: Tier, namespace: NamespaceDigest) -> Generation | None:
-    try:
-        return tier.generation(namespace)
-    except TierError:
-        return None
 
 
 def _flush_quietly(tier: Tier, namespace: NamespaceDigest) -> None:

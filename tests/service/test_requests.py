@@ -306,10 +306,11 @@ def test_a_users_share_counts_over_all_its_sessions(make_house: Callable[..., Ho
 
 
 def test_check_verifies_the_pools(house: House) -> None:
-    client = house.client()
+    client, admin = house.client(uid=1000), house.client(uid=0)
     client.open()
     client.begin(names("a"), 3)
-    client.check()
+    admin.check()
+    assert error_code(client.ask(requests.Check)) == "permission-refused"
 
 
 def test_status_counts_what_was_saved(house: House) -> None:

@@ -156,6 +156,18 @@ def test_a_tier_that_cannot_be_told_is_named(house: TieredHouse) -> None:
     assert flush(client).untold == ["redis"]
 
 
+def test_tiers_are_named_when_the_thread_that_tells_them_dies() -> None:
+    house = TieredHouse(tiers=[DictTier(name="host"), DictTier(name="redis")])
+    client = opened(house)
+    for tier, expected in (("", ["host", "redis"]), ("redis", ["redis"])):
+        assert client.ask(requests.Flush, tier=tier) is None
+        (job,) = house.mover.waiting(Flush)
+        house.mover.lose(job)
+        house.mover_done()
+        assert expect(Flushed, client.answer()).untold == expected
+    house.close()
+
+
 def test_a_generation_learnt_before_a_flush_is_not_used_after_it(house: TieredHouse) -> None:
     client = opened(house)
     house.pass_time(6.0)

@@ -142,6 +142,32 @@ def test_write_through_copies_a_block_as_soon_as_it_is_sealed() -> None:
     house.close()
 
 
+def test_what_waits_for_its_generation_costs_nothing_and_keeps_nobody_waiting(  # case C1
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house = TieredHouse(spill="write_through")
+    house.tier.fail_always("generation", TierUnavailable("gone"))
+    (unknown,) = opened(house)
+    house.tier.heal()
+    known = house.client()
+    known.open(model="another")
+    begun = []
+    monkeypatch.setattr(
+        house.pool, "begin_spill", lambda block: begun.append(block) or type(house.pool).begin_spill(house.pool, block)
+    )
+    unknown.publish(EIGHT[:4])
+    assert not begun
+    (status,) = house.pools.pool_statuses()
+    assert not status.counters["failed_spills"]
+    known.publish(EIGHT[4:6])
+    assert house.run_mover(Spill) == 2
+    assert house.held_below() == set(EIGHT[4:6])
+    house.pass_time(6.0)
+    house.run_mover()
+    assert house.held_below() == set(EIGHT[:6])
+    house.close()
+
+
 def test_on_second_hit_only_what_was_found_twice_goes_down() -> None:
     house = TieredHouse(spill="on_second_hit")
     (client,) = opened(house)

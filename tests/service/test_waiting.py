@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from kvd.protocol.replies import Begun, Done
-from tests.service.harness import Client, House, error_code, expect, names, reserved_blocks
+from tests.service.harness import SETTINGS, Client, House, error_code, expect, names, reserved_blocks
 
 
 def opened(house: House, count: int) -> list[Client]:
@@ -53,6 +54,18 @@ def test_withdrawn_announcements_end_the_wait_too(house: House) -> None:
     assert second.try_begin(prompt) is None
     expect(Done, first.release(hashes=prompt))
     assert begun(second).num_announced == 1
+
+
+def test_the_default_wait_is_cut_as_any_other() -> None:
+    house = House(settings=replace(SETTINGS, default_wait_s=100.0))
+    first, second = opened(house, 2)
+    first.begin(names("a"))
+    assert second.try_begin(names("a")) is None
+    house.pass_time(SETTINGS.max_wait_s - 0.1)
+    assert second.answer() is None
+    house.pass_time(0.2)
+    assert begun(second).num_cached == 0
+    house.close()
 
 
 @pytest.mark.parametrize(("wait_s", "bound_s"), [(None, 10.0), (2.5, 2.5), (1000.0, 60.0)])

@@ -121,6 +121,9 @@ class FaultyTier(Tier):
             status = msgspec.structs.replace(status, state="down", retry_in_s=self.down_for_s, reason="frozen")
         return status
 
+    def is_answering(self) -> bool:
+        return not self.down_for_s and self.inner.is_answering()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -60,6 +60,13 @@ class HandMover(Mover):
         self._jobs.remove(job)
         self._give_back([job])
 
+    def lose(self, job: Job) -> None:
+        """A thread takes it and dies of a defect: it comes back as it went."""
+        self.begin(job)
+        self._queue.done([job])
+        self._jobs.remove(job)
+        self._give_back([job])
+
     def do(self, job: Job) -> None:
         self.begin(job)
         self.end(job)

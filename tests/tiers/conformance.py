@@ -118,6 +118,15 @@ class TierConformance:
         assert after != before
         assert tier.generation(namespace) == after
 
+    def test_the_generations_of_many_are_those_of_each(self, tier: Tier, namespace: NamespaceDigest):
+        known, flushed = namespace, new_namespace()
+        tier.generation(known)
+        tier.flush(flushed)
+        asked = [known, new_namespace(), flushed, known]
+        told = tier.generations(asked)
+        assert told == [tier.generation(one) for one in asked]
+        assert tier.generations([]) == []
+
     def test_a_flush_ends_every_block_of_that_namespace_alone(self, tier: Tier, namespace: NamespaceDigest):
         # case A9
         other = new_namespace()

@@ -41,6 +41,15 @@ def test_it_opens_after_failures_in_a_row(breaker: CircuitBreaker):
     assert refused(breaker) == "timeout-waiting"
     assert breaker.view().state is BreakerState.OPEN
     assert (breaker.view().reason, breaker.view().retry_in_s) == ("gone", 1.0)
+    assert not breaker.may_enter()
+
+
+def test_a_call_may_be_made_when_the_probe_is_due(breaker: CircuitBreaker, clock: FakeClock):
+    assert breaker.may_enter()
+    fail(breaker, TierRefused("wrong password", cause="auth"))
+    assert not breaker.may_enter()
+    clock.advance(1.0)
+    assert breaker.may_enter()
 
 
 def test_a_refusal_opens_it_at_once(breaker: CircuitBreaker):

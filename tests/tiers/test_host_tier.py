@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvd.block import NamespaceDigest
-from kvd.errors import BlockMissing, ConfigError, OutOfMemory, StaleGeneration, TierFull, TierUnavailable
+from kvd.errors import BlockMissing, ConfigError, OutOfMemory, StaleGeneration, StateError, TierFull, TierUnavailable
 from kvd.memory import HostSegment
 from kvd.tiers import host
 from kvd.tiers.base import Read, TierKey, Write
 from kvd.tiers.host import HostTier
 from kvd.tiers.host_slots import Slot
+from kvd.tiers.stack import Stack
 from tests.tiers.conformance import empty, fetched, new_block, new_key, new_namespace
 
 SEGMENT_NBYTES = 64 << 10
@@ -59,6 +60,31 @@ def test_the_least_recently_used_block_goes_first(tier: HostTier, namespace):
     assert tier.contains(keys) == [True, False, False, True, True, True, True, True]
     assert tier.contains(late) == [True, True]
     assert tier.usage().used_nbytes == 2 * SEGMENT_NBYTES
+
+
+def test_status_does_not_wait_for_whoever_holds_the_lock(tier: HostTier, namespace):
+    put(tier, new_key(namespace))
+    with tier._lock:  # as a flush does while it looks at every key
+        asking = threading.Thread(target=lambda: (tier.status(), Stack([tier]).is_answering()))
+        asking.start()
+        asking.join(10)
+        assert not asking.is_alive()
+    assert tier.status().usage.num_blocks == 1
+    assert tier.status().usage.used_nbytes == SEGMENT_NBYTES
+
+
+def test_a_budget_overrun_is_a_defect(tier: HostTier, namespace, monkeypatch):
+    put(tier, new_key(namespace))
+    with monkeypatch.context() as shrunk:
+        shrunk.setattr(tier, "_budget_nbytes", SEGMENT_NBYTES - 1)
+        with pytest.raises(StateError):
+            tier.check_integrity()
+
+
+def test_a_closed_tier_does_not_answer(tier: HostTier):
+    assert tier.is_answering()
+    tier.close()
+    assert not tier.is_answering()
 
 
 def test_asking_is_not_using(tier: HostTier, namespace):

@@ -272,6 +272,20 @@ def test_nonsense_in_place_of_the_generation_only_forgets(server: RealServer, ti
     assert fetched(tier, key) == data
 
 
+def test_generations_are_asked_for_in_one_round_trip(server: RealServer, tier: RedisTier, monkeypatch):
+    spaces = [new_namespace() for _ in range(20)]
+    known = [tier.generation(one) for one in spaces[:-1]]
+    round_trips = []
+    ask_each, run = tier._nodes.ask_each, tier._nodes.control.run
+    monkeypatch.setattr(tier._nodes, "ask_each", lambda asked: round_trips.append(len(asked)) or ask_each(asked))
+    monkeypatch.setattr(tier._nodes.control, "run", lambda asked: round_trips.append(len(asked)) or run(asked))
+    assert tier.generations(spaces[:-1]) == known
+    assert round_trips == [19]
+    (*same, made) = tier.generations(spaces)
+    assert same == known
+    assert made == tier.generation(spaces[-1])
+
+
 def test_a_user_without_rights(server: RealServer, connect_tier: ConnectTier, namespace):
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "kvd", "on", ">secret", "+@read", "+info", "-@write", "~*")

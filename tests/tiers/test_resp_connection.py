@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.errors import TierRefused
+from kvd.errors import StateError, TierRefused
 from kvd.tiers.bulk_socket import Buffer, PlainSocket
 from kvd.tiers.resp_connection import ErrorReply, RespConnection, command
 
@@ -99,7 +99,7 @@ def test_a_connection_that_ends_early_says_so(data: bytes):
 def test_more_than_the_value_has_is_never_read():
     link = connection(b"$3\r\nabc\r\n+OK\r\n")
     assert link.read_value_length() == 3
-    with pytest.raises(ValueError, match="3 left"):
+    with pytest.raises(StateError, match="3 left"):
         link.read_into(memoryview(bytearray(4)))
 
 

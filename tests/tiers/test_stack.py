@@ -135,6 +135,13 @@ def test_what_somebody_flushed_in_one_tier_is_flushed_in_the_others(two: Two) ->
     assert two.stack.take_flushed() == []
 
 
+def test_a_tier_that_does_not_say_its_generations_is_left_out(two: Two) -> None:
+    other = NamespaceDigest(b"o" * 32)
+    two.redis.flush(other)
+    two.host.fail_next("generation", TierUnavailable("gone"))
+    assert two.stack.generations([SPACE, other]) == [(None, 0), (0, 1)]
+
+
 def test_it_answers_as_long_as_one_tier_does(two: Two) -> None:
     assert two.stack.is_answering()
     two.host.down_for_s = two.redis.down_for_s = 1.0
