@@ -91,6 +91,10 @@ class Below:
             return None
         return self._learning.setdefault(cache.digest, next(self._numbers))
 
+    def busy_namespaces(self) -> set[NamespaceDigest]:
+        """Those that something below is under way for, whoever asked for it."""
+        return self.lineages.busy() | self.promotions.busy_namespaces()
+
     def prefetch(self, cache: Cache, hashes: Sequence[ChainHash]) -> None:
         """Brings up what follows the resident prefix; nobody waits."""
         self.promotions.start(cache, hashes, cache.pool.match(hashes), waited_for=False)

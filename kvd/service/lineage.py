@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvd.block import NamespaceDigest
 from kvd.mover import Learn, Mover
@@ -103,6 +103,15 @@ class Lineages:
     def get(self, digest: NamespaceDigest) -> Lineage | None:
         """None for a namespace nobody opened since the daemon's start."""
         return self._by_digest.get(digest)
+
+    def busy(self) -> set[NamespaceDigest]:
+        """Those that a question or a flush is under way for."""
+        return {digest for digest, one in self._by_digest.items() if one.is_learning or one.num_flushing}
+
+    def forget(self, digests: Iterable[NamespaceDigest]) -> None:
+        """Nobody uses these and no block is of them; opened again, their generations are asked again."""
+        for digest in digests:
+            self._by_digest.pop(digest, None)
 
     def may_spill(self, digest: NamespaceDigest) -> bool:
         """Whether blocks of the namespace can go down now."""

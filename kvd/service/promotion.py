@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from kvd.block import ChainHash
+from kvd.block import ChainHash, NamespaceDigest
 from kvd.mover import Fill, Lookup, Mover
 from kvd.pool import FillTicket, Grow, Pool
 from kvd.service.lineage import Lineage, Lineages
@@ -96,6 +96,10 @@ class Promotions:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def busy_namespaces(self) -> set[NamespaceDigest]:
+        """Those whose blocks are looked for or on their way."""
+        return {promotion.cache.digest for promotion in self._open.values()}
 
     def start(
         self, cache: Cache, hashes: Sequence[ChainHash], num_resident: int, *, waited_for: bool

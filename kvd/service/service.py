@@ -30,6 +30,7 @@ from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
 from kvd.status import Snapshot
 
+_MIN_NAMESPACES_UNTIL_LOOK = 1024
 _log = logging.getLogger(__name__)
 
 
@@ -65,6 +66,7 @@ class Service:
         self.counters: Counter[str] = Counter(requests=0, late_requests=0, failed_requests=0, failed_releases=0)
         self.sessions: dict[SessionId, Session] = {}
         self._last_session = 0
+        self._namespaces_until_look = _MIN_NAMESPACES_UNTIL_LOOK
         self._table = SegmentTable(stock, self.outbox)
         self._progress = Progress(
             pools=pools,
@@ -241,6 +243,7 @@ class Service:
                 block_tokens=layout.block_tokens,
             )
             cache = session.add_cache(pool, digest, counters, layout.block_tokens)
+            self._forget_unused_namespaces()
         reply = CacheOpened(
             request.request_id,
             self.epoch,
@@ -256,6 +259,18 @@ class Service:
         # A block sealed before its generation is known could not be told from one that a flush was to end.
         self._progress.wait_below(AnswerAttempt(session, cache, request, lambda: reply), number)
         return None
+
+    def _forget_unused_namespaces(self) -> None:
+        """Looks for them only when their number has doubled, so that opening one costs O(1) on average."""
+        if self.pools.num_namespaces <= self._namespaces_until_look:
+            return
+        in_use = {digest for session in self.sessions.values() for digest in session.handles}
+        if self.below is not None:
+            in_use |= self.below.busy_namespaces()
+        forgotten = self.pools.forget_namespaces(in_use)
+        if self.below is not None:
+            self.below.lineages.forget(forgotten)
+        self._namespaces_until_look = max(_MIN_NAMESPACES_UNTIL_LOOK, 2 * self.pools.num_namespaces)
 
     def _begin(self, session: Session, request: requests.Begin) -> None:
         cache = session.cache(request.cache)
