@@ -102,6 +102,7 @@ class TierStatus(_Part, frozen=True):
     retry_in_s: float
     num_hits: int
     num_misses: int
+    """Of gets, which ask only for what was found: misses are blocks that went in between."""
     num_puts: int
     num_deletes: int
     read_nbytes: int
@@ -116,6 +117,10 @@ class TierStatus(_Part, frozen=True):
     usage_age_s: float
     details: dict[str, str]
     """Of the kind: server name and version, codec, and so on."""
+    num_asked: int = 0
+    """Blocks that were looked for here, since no nearer tier had them."""
+    num_found: int = 0
+    """Those of them that were here; num_found / num_asked is the tier's hit rate."""
 
 
 class MoverStatus(_Part, frozen=True):

@@ -33,7 +33,7 @@ def render_tiers(tiers: Sequence[TierStatus], mover: MoverStatus | None) -> list
             Text(printable(tier.name)),
             Text(_state(tier), style=_STATE_STYLES.get(tier.state, "yellow")),
             _holds(tier),
-            percent(tier.num_hits, tier.num_hits + tier.num_misses),
+            percent(tier.num_found, tier.num_asked),
             size(tier.read_nbytes) if tier.read_nbytes else "-",
             size(tier.written_nbytes) if tier.written_nbytes else "-",
             count(sum(tier.errors.values())),

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from kvd.block import NamespaceDigest
 from kvd.errors import BlockMissing, StaleGeneration, TierError, TierUnavailable
 from kvd.status import TierStatus
@@ -49,6 +51,8 @@ class Stack:
         self.tiers = tuple(tiers)
         self.names = tuple(tier.name for tier in tiers)
         self._lasting = frozenset(lasting)
+        self._num_asked = [0] * len(tiers)
+        self._num_found = [0] * len(tiers)
 
     @property
     def unknown(self) -> Generations:
@@ -66,7 +70,10 @@ class Stack:
 
     def statuses(self) -> list[TierStatus]:
         """Nearest first. Waits for nobody."""
-        return [tier.status() for tier in self.tiers]
+        return [
+            msgspec.structs.replace(tier.status(), num_asked=asked, num_found=found)
+            for tier, asked, found in zip(self.tiers, self._num_asked, self._num_found, strict=True)
+        ]
 
     def generations(self, namespaces: Sequence[NamespaceDigest]) -> list[Generations]:
         """What the tiers say now of each namespace; every tier is asked for all of them at once."""
@@ -80,17 +87,19 @@ class Stack:
     def locate(self, keys: Sequence[TierKey]) -> list[int | None]:
         """For each block the nearest tier that has it, as an index into `tiers`. No promise: it may be gone by then.
 
-        Each tier is asked once, for what no nearer one has.
+        Each tier is asked once, for what no nearer one has. One thread at a time.
         """
         places: list[int | None] = [None] * len(keys)
         left = list(range(len(keys)))
         for level, tier in enumerate(self.tiers):
             if not left:
                 break
+            self._num_asked[level] += len(left)
             try:
                 present = tier.contains([keys[index] for index in left])
             except TierError:
                 continue
+            self._num_found[level] += sum(present)
             for index, found in zip(left, present, strict=True):
                 if found:
                     places[index] = level

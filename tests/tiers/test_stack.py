@@ -153,3 +153,11 @@ def test_a_delete_says_whether_every_tier_heard_it(two: Two) -> None:
     assert two.stack.delete([A])
     two.host.fail_next("delete", TierUnavailable("gone"))
     assert not two.stack.delete([A])
+
+
+def test_hit_rates_count_what_was_looked_for_not_only_what_was_fetched(two: Two) -> None:
+    two.put(A, B, C)  # the host tier has room for two
+    assert two.stack.locate([A, B, C]) == [0, 0, 1]
+    absent = TierKey(SPACE, ChainHash(b"d" * 32))
+    assert two.stack.locate([absent]) == [None]
+    assert [(one.num_asked, one.num_found) for one in two.stack.statuses()] == [(4, 2), (2, 1)]
