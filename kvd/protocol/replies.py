@@ -30,6 +30,9 @@ class CacheOpened(_Reply, frozen=True, tag="cache_opened"):
     """`digest` is the parent of every first block's hash; a block lies at `index * block_nbytes` of its segment.
 
     `segment = block_id // blocks_per_segment`, `index = block_id % blocks_per_segment`.
+
+    `device` is where the pool's memory is: "host", or the UUID of a card. For a card `pid_namespace` is the daemon's:
+    only processes in it can open the segments. `staged_from` is the card's UUID when this is the host pool beside one.
     """
 
     cache: int
@@ -37,6 +40,9 @@ class CacheOpened(_Reply, frozen=True, tag="cache_opened"):
     digest: bytes
     blocks_per_segment: int
     segment_nbytes: int
+    device: str = "host"
+    pid_namespace: str = ""
+    staged_from: str = ""
 
 
 class Begun(_Reply, frozen=True, tag="begun"):

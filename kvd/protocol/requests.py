@@ -19,6 +19,10 @@ class OpenCache(_Request, frozen=True, tag="open_cache"):
     """Names a namespace and its pool; answered by `CacheOpened`. Opening it again gives the same handle.
 
     `block_nbytes` is the client's own figure; the daemon refuses with `invalid-layout` when its own differs.
+
+    `device` is where the pool shall be: "" as the daemon's rules say, "host", or a card's UUID; one that the daemon
+    does not serve is refused with `cuda-unavailable`. `staged` says that this process cannot map device memory: where
+    the pool would be on a card, the answer is a pool of host memory beside it, which the daemon fills from there.
     """
 
     model: str
@@ -32,6 +36,8 @@ class OpenCache(_Request, frozen=True, tag="open_cache"):
     dtype: str
     block_tokens: int
     block_nbytes: int
+    device: str = ""
+    staged: bool = False
 
 
 class Begin(_Request, frozen=True, tag="begin"):

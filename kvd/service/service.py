@@ -63,7 +63,9 @@ class Service:
         self.version, self.pid, self.runtime_dir = version, pid, runtime_dir
         self.clock = clock
         self.started_s = clock()
-        self.counters: Counter[str] = Counter(requests=0, late_requests=0, failed_requests=0, failed_releases=0)
+        self.counters: Counter[str] = Counter(
+            requests=0, late_requests=0, failed_requests=0, failed_releases=0, unexpected_closes=0
+        )
         self.sessions: dict[SessionId, Session] = {}
         self._last_session = 0
         self._namespaces_until_look = _MIN_NAMESPACES_UNTIL_LOOK
@@ -151,6 +153,10 @@ class Service:
             if reply is not None:
                 self._send(session, reply)
         self._progress.settle()
+
+    def segment_closed(self, session_id: SessionId, pool_id: int, segment: int) -> None:
+        """A session says that it does not map a device segment any more. One it was never granted is only counted."""
+        self.counters["unexpected_closes"] += 1
 
     def on_memory_ready(self) -> None:
         """The stock has made something, or failed to."""
