@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd import __version__
-from kvd.build.sizes import Sizes, decide_sizes, session_capacity
+from kvd.build.homes import BuiltHomes, build_homes
+from kvd.build.sizes import Sizes, session_capacity
 from kvd.build.tiers import LowerTiers, build_tiers
 from kvd.config.schema import Config
-from kvd.memory import ControlPage, SegmentStock, available_memory_nbytes
+from kvd.memory import ControlPage, available_memory_nbytes
 from kvd.mover import Mover
 from kvd.pool import Pools
 from kvd.protocol.control_page import DaemonState
@@ -24,6 +25,7 @@ from kvd.server.endpoints import SocketAccess
 from kvd.server.server import Server
 from kvd.service import Service, ServiceSettings
 from kvd.service.settings import TierSettings
+from kvd.tiers.stack import Stack
 
 HEARTBEAT_S = 0.5
 """How long the drain of a stop goes without one."""
@@ -56,38 +58,26 @@ def assemble(
     Raises `OutOfMemory`, `RuntimeFolderError` and other `KvdError`s; what was made by then is on `closing`.
     """
     available_nbytes = available_memory_nbytes()
-    sizes = decide_sizes(config.memory, available_nbytes)
     memory_ready, mover_ready = _eventfd(closing), _eventfd(closing)
-    stock = SegmentStock(
-        segment_nbytes=sizes.segment_nbytes,
-        budget_nbytes=sizes.budget_nbytes,
-        prefault=config.memory.prefault,
-        huge_pages=config.memory.huge_pages,
-        on_ready=lambda: os.eventfd_write(memory_ready, 1),
-    )
-    closing.callback(stock.close)
-    stock.start()
+    built = build_homes(config.memory, available_nbytes, closing, on_ready=lambda: os.eventfd_write(memory_ready, 1))
+    sizes = built.main
     tiers = build_tiers(
         config.tiers,
-        sizes,
+        # What is left of host memory is what the pools there leave; a block may be as large as any pool's segment.
+        Sizes(built.host.budget_nbytes, sizes.segment_nbytes),
         runtime_dir=Path(config.runtime_dir),
         available_nbytes=available_nbytes,
         environ=os.environ,
     )
-    mover = _mover(tiers, mover_ready, closing)
+    mover = _mover(tiers, mover_ready, closing, has_card=built.has_card)
 
-    max_sessions, warnings = _max_sessions(config, sizes, has_tiers=tiers.stack is not None)
+    max_sessions, warnings = _max_sessions(config, built.host, has_tiers=mover is not None)
     # Random, so that no two daemons on this machine ever share one, restored snapshots and clocks set back included.
     epoch = secrets.randbits(62) + 1
     control_page = closing.enter_context(ControlPage(epoch=epoch))
     service = Service(
-        pools=Pools(
-            budget_nbytes=sizes.budget_nbytes,
-            segment_nbytes=sizes.segment_nbytes,
-            session_quota_nbytes=config.limits.session_nbytes or None,
-            uid_quota_nbytes=config.limits.uid_nbytes or None,
-        ),
-        stock=stock,
+        pools=_pools(config, built),
+        homes=built.homes,
         mover=mover,
         epoch=epoch,
         settings=ServiceSettings(
@@ -96,7 +86,7 @@ def assemble(
             max_wait_s=config.waits.max_s,
             checksums=config.memory.checksums,
             tiers=_tier_settings(config),
-            warnings=warnings + tiers.warnings,
+            warnings=warnings + built.warnings + tiers.warnings,
         ),
         version=__version__,
         pid=os.getpid(),
@@ -160,12 +150,29 @@ def _eventfd(closing: contextlib.ExitStack) -> int:
     return descriptor
 
 
-def _mover(tiers: LowerTiers, ready: int, closing: contextlib.ExitStack) -> Mover | None:
-    """Not started, and nothing to copy for yet; None without tiers."""
-    if tiers.stack is None:
-        return None
-    closing.callback(tiers.stack.close)
-    return Mover(tiers.stack, on_ready=lambda: os.eventfd_write(ready, 1))
+def _pools(config: Config, built: BuiltHomes) -> Pools:
+    main, *others = built.homes
+    pools = Pools(
+        budget_nbytes=built.main.budget_nbytes,
+        segment_nbytes=main.stock.segment_nbytes,
+        session_quota_nbytes=config.limits.session_nbytes or None,
+        uid_quota_nbytes=config.limits.uid_nbytes or None,
+        device=main.device,
+    )
+    for home in others:
+        pools.add_device(home.device, budget_nbytes=built.host.budget_nbytes, segment_nbytes=home.stock.segment_nbytes)
+    return pools
+
+
+def _mover(tiers: LowerTiers, ready: int, closing: contextlib.ExitStack, *, has_card: bool) -> Mover | None:
+    """Not started, and nothing to copy for yet; None without tiers and without pools to copy between."""
+    stack = tiers.stack
+    if stack is None:
+        if not has_card:
+            return None
+        stack = Stack([])
+    closing.callback(stack.close)
+    return Mover(stack, on_ready=lambda: os.eventfd_write(ready, 1))
 
 
 def _tier_settings(config: Config) -> TierSettings:

@@ -162,6 +162,11 @@ class DeviceStock:
         return self._num_taken * self.segment_nbytes
 
     @property
+    def free_nbytes(self) -> int:
+        """Of the card, as last measured, the reserve included."""
+        return self._free_nbytes
+
+    @property
     def total_nbytes(self) -> int:
         """Of the card."""
         return self._total_nbytes

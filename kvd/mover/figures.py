@@ -39,13 +39,13 @@ class MoverFigures:
         elif isinstance(job, Fill):
             if job.error is None:
                 counts["promoted"] += 1
-                counts["promoted_nbytes"] += len(job.into)
+                counts["promoted_nbytes"] += job.into.nbytes
             elif not isinstance(job.error, BlockMissing):
                 counts["failed_promotions"] += 1
         elif isinstance(job, Spill):
             if job.error is None:
                 counts["spilled"] += 1
-                counts["spilled_nbytes"] += len(job.data)
+                counts["spilled_nbytes"] += job.data.nbytes
             elif isinstance(job.error, StaleGeneration):
                 counts["stale_spills"] += 1
             else:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvd.block import NamespaceDigest
-from kvd.errors import TierError, TierUnavailable
+from kvd.errors import CudaError, TierError, TierUnavailable
+from kvd.memory import BlockMemory
 from kvd.pool import FillTicket, SpillTicket
 from kvd.tiers.base import TierKey
 from kvd.tiers.stack import Flushed, Generations
@@ -49,7 +50,7 @@ class Job:
         self.rank = self.default_rank if rank is None else rank
         self.state = JobState.QUEUED
         self.cancelled = False
-        self.error: TierError | None = TierUnavailable("the copy did not run to its end", cause="not-run")
+        self.error: TierError | CudaError | None = TierUnavailable("the copy did not run to its end", cause="not-run")
         """None once it went well."""
 
     def finish(self) -> None:
@@ -83,7 +84,7 @@ class Learn(Job):
 
 
 class Fill(Job):
-    """Copies one block up. `into` is the whole block in the segment; nobody else touches it until the completion."""
+    """Copies one block up. `into` is the whole block in its segment; nobody else touches it until the completion."""
 
     __slots__ = ("drop_below", "into", "kept_below", "key", "place", "ticket")
     default_rank = Rank.FILL
@@ -93,7 +94,7 @@ class Fill(Job):
         ticket: FillTicket,
         key: TierKey,
         place: int,
-        into: memoryview,
+        into: BlockMemory,
         on_done: Callable[[Fill], None],
         *,
         wanted: bool,
@@ -122,7 +123,7 @@ class Spill(Job):
     def __init__(
         self,
         ticket: SpillTicket,
-        data: memoryview,
+        data: BlockMemory,
         generations: Generations,
         on_done: Callable[[Spill], None],
         *,

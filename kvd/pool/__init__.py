@@ -4,13 +4,15 @@ Everything here is called on the loop thread only; nothing is locked. Every verb
 then takes effect, or raises with nothing changed (evictions that made room for a `Grow` excepted).
 
 ## API
-`Pools` is one device's byte budget and all its pools:
+`Pools` is all pools, and for each device the byte budget that its pools share:
 
-    pools = Pools(budget_nbytes=…, segment_nbytes=…, floor_segments=1, session_quota_nbytes=None, uid_quota_nbytes=None)
+    pools = Pools(budget_nbytes=…, segment_nbytes=…, floor_segments=1, session_quota_nbytes=None, uid_quota_nbytes=None,
+                  device="host")
+    pools.add_device(uuid, budget_nbytes=…, segment_nbytes=…)         a budget of its own; ids and quotas are shared
     pools.open_session(session, uid); pools.end_session(session)      everything it held goes back, in all pools
-    pool = pools.pool(tenant, block_nbytes)                           made on demand
-    pools.set_budget(nbytes); pools.growth_failed(pool_id, reason); pools.memory_retry()
-    pools.num_segments_room                                           segments the budget could still give
+    pool = pools.pool(tenant, block_nbytes, device=…, source=None)    made on demand
+    pools.set_budget(nbytes, device); pools.growth_failed(pool_id, reason); pools.memory_retry()
+    pools.num_segments_room(device)                                   segments the budget could still give
     pools.take_dropped(); pools.take_woken()                          drain after every call below
     pools.has_announcements(session); pools.session_figures(session) -> LeaseFigures
     pools.num_namespaces; pools.forget_namespaces(in_use) -> those that nobody needs any more

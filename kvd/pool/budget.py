@@ -17,6 +17,8 @@ class Budget:
         """What the machine gave before it gave no more; None while it has not refused."""
         self.failure = ""
         """Why it refused."""
+        self.num_draining = 0
+        """Segments that left their pools and whose memory is not back yet, since clients still map it."""
         self.stores: list[BlockStore] = []
 
     @property
@@ -32,8 +34,8 @@ class Budget:
 
     @property
     def headroom(self) -> int:
-        """Segments up to the limit; negative while retiring ones still hold memory above it."""
-        return self.limit - self.num_segments
+        """Segments up to the limit; negative while retiring or draining ones still hold memory above it."""
+        return self.limit - self.num_segments - self.num_draining
 
     @property
     def room(self) -> int:
@@ -56,7 +58,7 @@ class Budget:
 
     def growth_failed(self, reason: str) -> None:
         """The machine gives no more than what the pools have now; a segment one gives up can still go to another."""
-        self._had_segments = self.num_segments
+        self._had_segments = self.num_segments + self.num_draining
         self.failure = reason
 
     def memory_retry(self) -> None:

@@ -96,10 +96,12 @@ class LeaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class BudgetUsage:
-    """The byte budget of one device and what the pools use of it."""
+    """The byte budget of one device, and what the pools use of it."""
 
     budget_nbytes: int
     used_nbytes: int
     """Bytes of all segments, the retiring ones included."""
     num_segments: int
     num_segments_retiring: int
+    num_segments_draining: int = 0
+    """Segments that left their pools, which clients have not closed yet; no part of the others."""

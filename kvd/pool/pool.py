@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Sequence
 from typing import NoReturn
 
-from kvd.block import BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
+from kvd.block import HOST, BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
 from kvd.errors import InvalidRequest, OutOfBlocks, OutOfMemory, StateError
 from kvd.pool.announcements import Announcements
 from kvd.pool.blocks import Block
@@ -32,6 +32,8 @@ class Pool(Exchange):
         *,
         tenant: str,
         block_nbytes: int,
+        device: str = HOST,
+        source: Pool | None = None,
         store: BlockStore,
         budget: Budget,
         sessions: Sessions,
@@ -40,6 +42,10 @@ class Pool(Exchange):
         self.pool_id = store.pool_id
         self.tenant = tenant
         self.block_nbytes = block_nbytes
+        self.device = device
+        """Where its segments are: "host", or a card's UUID."""
+        self.source = source
+        """The pool on a card that this one stands beside, for processes that cannot map that card; else None."""
         self.blocks_per_segment = store.blocks_per_segment
         self.store = store
         self.budget = budget

@@ -51,9 +51,8 @@ class Channel:
         """Whether more waits than any client that reads at all lets come together, or than we have descriptors for."""
         return self._is_short or len(self._pending) > MAX_PENDING
 
-    def send(self, datagram: bytes, descriptor: int | None = None) -> None:
+    def send(self, datagram: bytes, descriptor: int | None = None, *, is_grant: bool = False) -> None:
         """Sends now, or as soon as what is before it has left. Never raises: the end of the socket is seen by epoll."""
-        is_grant = descriptor is not None
         self.num_grants += is_grant
         if not self._pending and self._try_send(datagram, descriptor):
             self.num_grants_sent += is_grant

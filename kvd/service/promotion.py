@@ -203,7 +203,7 @@ class Promotions:
             ticket,
             TierKey(cache.digest, ticket.hash),
             place,
-            self._table.view(cache.pool, ticket.block),
+            self._table.memory(cache.pool, ticket.block),
             on_done,
             wanted=promotion.waited_for,
             drop_below=self._drop_below,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvd.block import SessionId
@@ -21,10 +21,11 @@ from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
 from kvd.service.below import Below
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
+from kvd.service.homes import Home, Homes
 from kvd.service.identity import Identity, tenant_of
 from kvd.service.outbox import Outgoing, SendReply
 from kvd.service.progress import Progress
-from kvd.service.segments import SegmentTable, Stock
+from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Session
 from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
@@ -45,7 +46,7 @@ class Service:
         self,
         *,
         pools: Pools,
-        stock: Stock,
+        homes: Sequence[Home],
         epoch: int,
         mover: Mover | None = None,
         settings: ServiceSettings | None = None,
@@ -58,7 +59,7 @@ class Service:
         self.outbox: deque[Outgoing] = deque()
         self.server_figures: Callable[[], ServerFigures] = ServerFigures
         self.pools = pools
-        self.stock = stock
+        self.homes = Homes(homes)
         self.settings = settings or ServiceSettings()
         self.version, self.pid, self.runtime_dir = version, pid, runtime_dir
         self.clock = clock
@@ -69,10 +70,10 @@ class Service:
         self.sessions: dict[SessionId, Session] = {}
         self._last_session = 0
         self._namespaces_until_look = _MIN_NAMESPACES_UNTIL_LOOK
-        self._table = SegmentTable(stock, self.outbox)
+        self._table = SegmentTable(self.homes, pools, self.outbox, epoch)
         self._progress = Progress(
             pools=pools,
-            stock=stock,
+            homes=self.homes,
             table=self._table,
             sessions=self.sessions,
             settings=self.settings,
@@ -131,6 +132,7 @@ class Service:
         # Its waits first: what its end wakes must not find it in the queue.
         self._progress.forget(session)
         self.pools.end_session(session_id)
+        self._table.session_ended(session_id)
         self._progress.blocks_came_back = True
         self._blocks_moved(*{cache.pool for cache in session.caches.values()})
         self._progress.settle()
@@ -155,18 +157,27 @@ class Service:
         self._progress.settle()
 
     def segment_closed(self, session_id: SessionId, pool_id: int, segment: int) -> None:
-        """A session says that it does not map a device segment any more. One it was never granted is only counted."""
-        self.counters["unexpected_closes"] += 1
+        """A session says that it maps a revoked device segment no more. What it was not asked for is only counted."""
+        try:
+            memory_came_back = self._table.closed(session_id, pool_id, segment)
+        except KeyError:
+            self.counters["unexpected_closes"] += 1
+            return
+        if memory_came_back:
+            self._progress.blocks_came_back = True
+            self._progress.settle()
 
     def on_memory_ready(self) -> None:
-        """The stock has made something, or failed to."""
+        """A stock has made something, or failed to."""
         self._progress.memory_ready()
+        self._progress.fail_lost()
         self._progress.settle()
 
     def on_mover_done(self) -> None:
         """The mover has carried something out, or heard of a flush by somebody else."""
         if self.below is not None:
             self.below.mover_done()
+        self._progress.fail_lost()
         self._progress.settle()
 
     def tick(self, now_s: float) -> float | None:
@@ -193,12 +204,20 @@ class Service:
         if self.below is not None:
             self.below.drain(wait)
 
-    def set_budget(self, budget_nbytes: int) -> None:
-        """From now on at most this much memory; segments leave as soon as nobody holds a block of them."""
-        self.pools.set_budget(budget_nbytes)
-        self.stock.set_budget(budget_nbytes)
+    def set_budget(self, budget_nbytes: int, device: str | None = None) -> None:
+        """From now on at most this much of a device's memory; segments leave as soon as nobody holds a block of them.
+
+        `device` None is the main one.
+        """
+        home = self.homes.main if device is None else self.homes.get(device)
+        self.pools.set_budget(budget_nbytes, home.device)
+        home.stock.set_budget(budget_nbytes)
         self._progress.blocks_came_back = True
         self._progress.settle()
+
+    def num_segments_to_close(self, session_id: SessionId) -> dict[int, int]:
+        """By pool id: segments of a card that the session was told to close and has not."""
+        return self._table.to_close(session_id)
 
     def snapshot(self) -> Snapshot:
         """Everything at one moment."""
@@ -236,10 +255,10 @@ class Service:
             salt=request.salt,
         )
         digest = namespace_digest(namespace, session.tenant)
-        cache = session.cache_of(digest)
+        pool = self._pool(session, request, layout.block_nbytes)
+        cache = session.cache_of(pool, digest)
         if cache is None:
             session.check_may_open(self.settings.max_caches_per_session)
-            pool = self.pools.pool(session.tenant, layout.block_nbytes)
             counters = pool.namespace(
                 digest,
                 model=request.model,
@@ -254,10 +273,13 @@ class Service:
             request.request_id,
             self.epoch,
             cache.handle,
-            cache.pool.pool_id,
+            pool.pool_id,
             digest,
-            cache.pool.blocks_per_segment,
-            self.stock.segment_nbytes,
+            pool.blocks_per_segment,
+            self.pools.segment_nbytes(pool.device),
+            pool.device,
+            self.homes.of(pool).pid_namespace,
+            "" if pool.source is None else pool.source.device,
         )
         number = None if self.below is None else self.below.open(cache, layout)
         if number is None:
@@ -266,11 +288,19 @@ class Service:
         self._progress.wait_below(AnswerAttempt(session, cache, request, lambda: reply), number)
         return None
 
+    def _pool(self, session: Session, request: requests.OpenCache, block_nbytes: int) -> Pool:
+        """Where the cache is to be. Raises what says that it cannot be there."""
+        chosen = self.homes.choose(request.device, staged=request.staged)
+        source = None
+        if chosen.source is not None:
+            source = self.pools.pool(session.tenant, block_nbytes, device=chosen.source.device)
+        return self.pools.pool(session.tenant, block_nbytes, device=chosen.home.device, source=source)
+
     def _forget_unused_namespaces(self) -> None:
         """Looks for them only when their number has doubled, so that opening one costs O(1) on average."""
         if self.pools.num_namespaces <= self._namespaces_until_look:
             return
-        in_use = {digest for session in self.sessions.values() for digest in session.handles}
+        in_use = {cache.digest for session in self.sessions.values() for cache in session.caches.values()}
         if self.below is not None:
             in_use |= self.below.busy_namespaces()
         forgotten = self.pools.forget_namespaces(in_use)
@@ -306,6 +336,7 @@ class Service:
 
     def _seal(self, session: Session, request: requests.Seal) -> Reply:
         cache = session.cache(request.cache)
+        self.homes.of(cache.pool).check()
         blocks = unpack_block_ids(request.blocks)
         hashes = unpack_hashes(request.hashes)
         checksums = unpack_checksums(request.checksums, len(blocks))

@@ -37,9 +37,10 @@ class Session:
     client_version: str
     connected_s: float
     caches: dict[int, Cache] = field(default_factory=dict)
-    handles: dict[NamespaceDigest, int] = field(default_factory=dict)
+    handles: dict[tuple[int, NamespaceDigest], int] = field(default_factory=dict)
+    """By pool id and namespace."""
     granted: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Pool id -> segments of which the session has any descriptor."""
+    """Pool id -> segments of which the session has any descriptor, or the handle."""
     granted_writable: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Pool id -> those of them whose descriptor is writable."""
     parked: set[Parked] = field(default_factory=set)
@@ -54,9 +55,9 @@ class Session:
         except KeyError:
             raise UnknownCache(f"session {self.id} never opened cache {handle}") from None
 
-    def cache_of(self, digest: NamespaceDigest) -> Cache | None:
-        """The cache it opened for this namespace already."""
-        handle = self.handles.get(digest)
+    def cache_of(self, pool: Pool, digest: NamespaceDigest) -> Cache | None:
+        """The cache it opened for this namespace in this pool already."""
+        handle = self.handles.get((pool.pool_id, digest))
         return None if handle is None else self.caches[handle]
 
     def check_may_open(self, limit: int) -> None:
@@ -66,6 +67,6 @@ class Session:
 
     def add_cache(self, pool: Pool, digest: NamespaceDigest, namespace: NamespaceCounters, block_tokens: int) -> Cache:
         """A new handle, counted up from 1."""
-        handle = self.handles[digest] = len(self.caches) + 1
+        handle = self.handles[pool.pool_id, digest] = len(self.caches) + 1
         cache = self.caches[handle] = Cache(handle, pool, digest, namespace, block_tokens)
         return cache

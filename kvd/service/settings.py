@@ -52,6 +52,8 @@ class ServiceSettings:
     """Longer waits that a client asks for are cut to this."""
     growth_wait_s: float = 10.0
     """How long a request waits for memory that is being made before the pool has to evict instead."""
+    drain_wait_s: float = 1.0
+    """How long a request waits for a card's memory that clients were told to close, before it gets its error."""
     memory_retry_s: float = 5.0
     """How long after memory could not be had it is tried again."""
     max_caches_per_session: int = 256

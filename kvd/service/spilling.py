@@ -226,7 +226,7 @@ class Spilling:
 
             job = Spill(
                 ticket,
-                self._table.view(pool, block),
+                self._table.memory(pool, block),
                 lineage.generations,
                 on_done,
                 itemsize=lineage.itemsize,

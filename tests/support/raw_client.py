@@ -115,7 +115,10 @@ class RawClient:
         assert reply.request_id == request_id, (reply, request_id)
         return reply
 
-    def open_cache(self, model: str = "m", salt: str = "") -> int:
+    def open_cache(
+        self, model: str = "m", salt: str = "", *, device: str = "", staged: bool = False, layout: KVLayout = LAYOUT
+    ) -> int:
+        """Its handle; the whole reply is in `opened`."""
         opened = self.ask(
             requests.OpenCache,
             model=model,
@@ -123,10 +126,13 @@ class RawClient:
             positional="",
             adapter="",
             salt=salt,
-            block_nbytes=LAYOUT.block_nbytes,
-            **dataclasses.asdict(LAYOUT),
+            block_nbytes=layout.block_nbytes,
+            device=device,
+            staged=staged,
+            **dataclasses.asdict(layout),
         )
         assert isinstance(opened, CacheOpened), opened
+        self.opened = opened
         return opened.cache
 
     def begin(self, cache: int, packed: bytes = b"", *, num_blocks: int, **named: object) -> Begun:
