@@ -13,9 +13,8 @@ from pathlib import Path
 
 from kvd.cuda import Context, DeviceExport, address_of
 from kvd.layout import KVLayout
-from kvd.protocol.requests import Release
 from kvd.protocol.session import DeviceSegmentGranted, SegmentClosed, SegmentRevoked, encode
-from kvd.protocol.wire import pack_block_ids, unpack_block_ids
+from kvd.protocol.wire import unpack_block_ids
 from kvd_client.device_segments import DeviceSegmentTable
 from tests.support.raw_client import LAYOUT, RawClient, hashes
 
@@ -94,7 +93,7 @@ class DeviceClient(RawClient):
         """A sequence of so many words, let go of again, though all of it is mapped."""
         blocks = self.publish(1, *words(num_blocks))
         assert self.read_block(blocks[-1]) == content(f"word {num_blocks - 1}", self.layout)
-        self.ask(Release, 1, pack_block_ids(blocks), ack=True)  # type: ignore[arg-type]
+        self.release(1, blocks)
         return blocks
 
     def confirm_closes(self) -> int:

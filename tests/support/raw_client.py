@@ -18,16 +18,18 @@ import select
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import zmq
 
+from kvd.block import BlockId
 from kvd.layout import KVLayout
 from kvd.protocol import requests, wire
 from kvd.protocol import session as messages
-from kvd.protocol.replies import Begun, CacheOpened, Done, Reply, Reserved, Sealed, StatusReply
+from kvd.protocol.replies import Begun, CacheOpened, Done, Flushed, Reply, Reserved, Sealed, StatusReply
 from kvd.status import Snapshot
 
 BOUND_S = 10.0
@@ -149,6 +151,16 @@ class RawClient:
         sealed = self.ask(requests.Seal, cache, blocks, packed)
         assert isinstance(sealed, Sealed), sealed
         return sealed.blocks
+
+    def release(self, cache: int, blocks: Sequence[int]) -> None:
+        reply = self.ask(requests.Release, cache, wire.pack_block_ids(cast("Sequence[BlockId]", blocks)), ack=True)
+        assert isinstance(reply, Done), reply
+
+    def flush(self) -> Flushed:
+        """Of everything."""
+        reply = self.ask(requests.Flush)
+        assert isinstance(reply, Flushed), reply
+        return reply
 
     def status(self) -> Snapshot:
         reply = self.ask(requests.Status)
