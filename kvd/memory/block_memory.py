@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
+from kvd.errors import StateError
 from kvd.memory.device_copies import CopyEngine, Lane, Staged
 from kvd.memory.device_segment import DeviceSegment
 
@@ -109,6 +110,40 @@ def writable(blocks: Sequence[BlockMemory]) -> Iterator[Target]:
         return
     with engine.lane(max(block.nbytes for block in blocks)) as lane:
         yield Target(blocks, lane)
+
+
+def alike(pairs: Sequence[tuple[BlockMemory, BlockMemory]]) -> list[list[int]]:
+    """Indices of copies from one block to another that `carrying` can make in one go: same card, same direction."""
+    groups: dict[tuple[CopyEngine | None, CopyEngine | None], list[int]] = {}
+    for index, (source, target) in enumerate(pairs):
+        groups.setdefault((_engine((source,)), _engine((target,))), []).append(index)
+    return list(groups.values())
+
+
+@contextlib.contextmanager
+def carrying(pairs: Sequence[tuple[BlockMemory, BlockMemory]]) -> Iterator[list[memoryview]]:
+    """Copies between a card and host memory, straight from one block to the other, for a group of `alike`.
+
+    Gives views of the bytes in host memory: they are what the source holds. When it has ended without `CudaError`, the
+    target holds them for everybody.
+    """
+    source, target = pairs[0]
+    if isinstance(source, DeviceBlock) and isinstance(target, HostBlock):
+        views = [cast("HostBlock", into).view for _, into in pairs]
+        with source.engine.lane() as lane:
+            for (block, _), view in zip(pairs, views, strict=True):
+                one = cast("DeviceBlock", block)
+                lane.download_into(one.segment, one.offset, view)
+        yield views
+    elif isinstance(source, HostBlock) and isinstance(target, DeviceBlock):
+        views = [cast("HostBlock", block).view for block, _ in pairs]
+        yield views
+        with target.engine.lane() as lane:
+            for (_, into), view in zip(pairs, views, strict=True):
+                one = cast("DeviceBlock", into)
+                lane.upload_from(one.segment, one.offset, view)
+    else:
+        raise StateError("blocks are carried between a card and host memory")
 
 
 def _engine(blocks: Sequence[BlockMemory]) -> CopyEngine | None:

@@ -9,10 +9,12 @@ from typing import cast
 import xxhash
 
 from kvd.errors import BlockCorrupt, CudaError, TierError
-from kvd.memory.block_memory import readable, together, writable
-from kvd.mover.jobs import Fill, Flush, Job, Learn, Lookup, Measure, Spill
+from kvd.memory.block_memory import alike, carrying, readable, together, writable
+from kvd.mover.jobs import Carry, Fill, Flush, Job, Learn, Lookup, Measure, Spill
 from kvd.tiers.base import Read
 from kvd.tiers.stack import Put, Stack
+
+_CORRUPT_SOURCE = "the block's bytes are not those its writer sealed"
 
 
 def execute(batch: Sequence[Job], stack: Stack) -> None:
@@ -27,6 +29,8 @@ def execute(batch: Sequence[Job], stack: Stack) -> None:
             _fill(cast("Sequence[Fill]", batch), stack)
         elif kind is Spill:
             _spill(cast("Sequence[Spill]", batch), stack)
+        elif kind is Carry:
+            _carry(cast("Sequence[Carry]", batch))
         else:
             for job in batch:
                 _one(job, stack)
@@ -100,12 +104,25 @@ def _put(spills: Sequence[tuple[Spill, memoryview]], stack: Stack) -> None:
         if not job.ticket.checksum or _checksum(data) == job.ticket.checksum:
             whole.append((job, data))
         else:
-            job.error = BlockCorrupt("the block's bytes are not those its writer sealed", cause="corrupt-source")
+            job.error = BlockCorrupt(_CORRUPT_SOURCE, cause="corrupt-source")
     for lasting_only in {job.lasting_only for job, _ in whole}:
         same = [(job, data) for job, data in whole if job.lasting_only is lasting_only]
         puts = [Put(job.key, data, job.generations, job.itemsize) for job, data in same]
         for (job, _), outcome in zip(same, stack.put_many(puts, lasting_only=lasting_only), strict=True):
             job.error = outcome
+
+
+def _carry(jobs: Sequence[Carry]) -> None:
+    for group in alike([(job.data, job.into) for job in jobs]):
+        same = [jobs[index] for index in group]
+        try:
+            with carrying([(job.data, job.into) for job in same]) as views:
+                for job, view in zip(same, views, strict=True):
+                    whole = not job.checksum or _checksum(view) == job.checksum
+                    job.error = None if whole else BlockCorrupt(_CORRUPT_SOURCE, cause="corrupt-source")
+        except CudaError as error:
+            for job in same:
+                job.error = error
 
 
 def _checksum(data: memoryview) -> int:

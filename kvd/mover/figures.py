@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvd.errors import BlockMissing, StaleGeneration
-from kvd.mover.jobs import Fill, Flush, Job, Lookup, Spill
+from kvd.mover.jobs import Carry, Fill, Flush, Job, Lookup, Spill
 
 
 class MoverFigures:
@@ -23,6 +23,9 @@ class MoverFigures:
             spilled_nbytes=0,
             failed_spills=0,
             stale_spills=0,
+            carried=0,
+            carried_nbytes=0,
+            failed_carries=0,
             flushes=0,
             cancelled=0,
         )
@@ -50,5 +53,11 @@ class MoverFigures:
                 counts["stale_spills"] += 1
             else:
                 counts["failed_spills"] += 1
+        elif isinstance(job, Carry):
+            if job.error is None:
+                counts["carried"] += 1
+                counts["carried_nbytes"] += job.data.nbytes
+            else:
+                counts["failed_carries"] += 1
         elif isinstance(job, Flush):
             counts["flushes"] += 1

@@ -143,6 +143,38 @@ class Spill(Job):
         super().finish()
 
 
+class Carry(Job):
+    """Copies one block from one pool to another, of which one lies on a card and the other in host memory.
+
+    `data` is sealed and referenced, `into` nobody else touches, both until the completion.
+    """
+
+    __slots__ = ("checksum", "data", "into", "ticket")
+    default_rank = Rank.FILL
+
+    def __init__(
+        self,
+        ticket: FillTicket,
+        data: BlockMemory,
+        into: BlockMemory,
+        on_done: Callable[[Carry], None],
+        *,
+        checksum: int,
+        rank: Rank,
+    ) -> None:
+        """`checksum` is what the block's writer gave, 0 for none."""
+        super().__init__(on_done, rank)
+        self.ticket = ticket
+        self.data = data
+        self.into = into
+        self.checksum = checksum
+
+    def finish(self) -> None:
+        self.data.release()
+        self.into.release()
+        super().finish()
+
+
 class Flush(Job):
     """Makes one namespace unfindable below."""
 

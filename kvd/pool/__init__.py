@@ -30,7 +30,7 @@ then takes effect, or raises with nothing changed (evictions that made room for 
     pool.release(session, blocks=(), reserved=(), hashes=())          blocks from head to tail of their sequence
     pool.match(hashes) -> int; pool.checksums(session, blocks) -> list[int]
     pool.begin_fill(namespace, hash, hold=0) -> FillTicket | Grow | None; pool.complete_fill(ticket, ok)
-    pool.hold(hashes) -> int; pool.end_hold(hold)                     what a promotion gathered stays until it is taken
+    pool.hold(hashes) -> int; pool.held(hold); pool.end_hold(hold)    what a promotion gathered stays until it is taken
     pool.num_expendable, pool.num_attainable                          what watermarks compare
     pool.spill_candidates(limit, newest_first=, accept=); pool.without_copy(hashes)
     pool.begin_spill(block) -> SpillTicket; pool.complete_spill(ticket, ok); pool.forget_corrupt(hash)
@@ -50,6 +50,7 @@ from kvd.pool.outcomes import (
     DroppedSegment,
     FillTicket,
     Grow,
+    HeldBlock,
     LeaseFigures,
     SpillTicket,
     WaitFor,
@@ -64,6 +65,7 @@ __all__ = [
     "DroppedSegment",
     "FillTicket",
     "Grow",
+    "HeldBlock",
     "LeaseFigures",
     "NamespaceCounters",
     "Pool",

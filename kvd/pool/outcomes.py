@@ -70,6 +70,16 @@ class FillTicket:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBlock:
+    """A block that a hold keeps."""
+
+    block: BlockId
+    hash: ChainHash
+    checksum: int
+    """What the writer gave at the seal; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpillTicket:
     """Copy the bytes of `block` down under `hash`, then call `Pool.complete_spill` exactly once."""
 

@@ -205,8 +205,9 @@ class Pools:
         return sum(len(pool.namespaces) for pool in self._pools)
 
     def forget_namespaces(self, in_use: Container[NamespaceDigest]) -> list[NamespaceDigest]:
-        """Those nobody uses and no block is of; see `Pool.forget_namespaces`. O(namespaces)."""
-        return [digest for pool in self._pools for digest in pool.forget_namespaces(in_use)]
+        """Those nobody uses and no block of any pool is of; see `Pool.forget_namespaces`. O(namespaces)."""
+        forgotten = [digest for pool in self._pools for digest in pool.forget_namespaces(in_use)]
+        return [digest for digest in forgotten if not any(digest in pool.namespaces for pool in self._pools)]
 
     def pool_statuses(self) -> list[PoolStatus]:
         """One per pool, by id."""

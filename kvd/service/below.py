@@ -12,6 +12,7 @@ from kvd.mover import Lookup, Measure, Mover
 from kvd.pool import Pool, Pools
 from kvd.service.attempts import Attempt, BeginAttempt
 from kvd.service.flushing import Flushing
+from kvd.service.homes import Homes
 from kvd.service.lineage import Lineage, Lineages
 from kvd.service.progress import Progress
 from kvd.service.promotion import Promotions
@@ -19,6 +20,7 @@ from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Cache
 from kvd.service.settings import TierSettings
 from kvd.service.spilling import Spilling
+from kvd.service.write_back import WriteBack
 from kvd.status import MoverStatus, TierStatus
 from kvd.tiers.base import TierKey
 
@@ -33,6 +35,7 @@ class Below:
         *,
         mover: Mover,
         pools: Pools,
+        homes: Homes,
         table: SegmentTable,
         progress: Progress,
         settings: TierSettings,
@@ -59,6 +62,7 @@ class Below:
             grow=progress.grow,
             resume=progress.answered_below,
             drop_below=settings.after_promote == "drop",
+            is_lost=lambda pool: homes.of(pool).lost is not None,
         )
         self.flushing = Flushing(mover, self.lineages, lambda: pools.all)
         self.spilling = Spilling(
@@ -69,6 +73,16 @@ class Below:
             settings=settings,
             clock=clock,
             on_stale=self.flushing.stale,
+        )
+        self.write_back = WriteBack(
+            mover=mover,
+            homes=homes,
+            table=table,
+            pools=lambda: pools.all,
+            grow=progress.grow,
+            on_there=self._written_back,
+            on_left=self._left,
+            max_nbytes=settings.max_spilling_nbytes,
         )
         progress.promotions = self.promotions
         progress.on_served = self._served
@@ -87,9 +101,23 @@ class Below:
     def open(self, cache: Cache, layout: KVLayout) -> int | None:
         """A namespace is used. Where to wait for its generations, None when they are there or nobody answers."""
         lineage = self.lineages.open(cache.pool, cache.digest, layout.itemsize)
+        if cache.pool.source is not None:
+            self.lineages.open(cache.pool.source, cache.digest, layout.itemsize)
         if lineage.was_learnt or not self._mover.stack.is_answering():
             return None
         return self._learning.setdefault(cache.digest, next(self._numbers))
+
+    def sealed(self, pool: Pool, namespace: NamespaceDigest, hashes: Sequence[ChainHash]) -> None:
+        """A session sealed blocks: they go where its pool's blocks are copied to."""
+        if pool.source is not None:
+            self.write_back.sealed(pool, namespace, hashes)
+            self.spilling.look_at(pool)
+        else:
+            self.spilling.sealed(pool, namespace, hashes)
+
+    def memory_ready(self) -> None:
+        """A stock has made something, or failed."""
+        self.write_back.memory_ready()
 
     def busy_namespaces(self) -> set[NamespaceDigest]:
         """Those that something below is under way for, whoever asked for it."""
@@ -170,7 +198,7 @@ class Below:
     def _served(self, attempt: Attempt) -> None:
         """A request took blocks."""
         pool = attempt.cache.pool
-        if isinstance(attempt, BeginAttempt):
+        if pool.source is None and isinstance(attempt, BeginAttempt):
             num_cached = pool.match(attempt.wanted) if self._settings.spill == "on_second_hit" else 0
             self.spilling.found(pool, attempt.cache.digest, attempt.wanted[:num_cached])
         self.spilling.look_at(pool)
@@ -182,7 +210,14 @@ class Below:
         number = self._learning.pop(lineage.digest, None)
         if number is not None:
             self._progress.answered_below(number)
-        self.spilling.look_at(lineage.pool)
+        for pool in lineage.pools:
+            self.spilling.look_at(pool)
+
+    def _written_back(self, pool: Pool, namespace: NamespaceDigest, chain_hash: ChainHash) -> None:
+        self.spilling.sealed(pool, namespace, (chain_hash,))
+
+    def _left(self, pool: Pool, namespace: NamespaceDigest, chain_hash: ChainHash) -> None:
+        self.spilling.sealed(pool, namespace, (chain_hash,))
 
 
 class Reach:
@@ -200,7 +235,10 @@ class Reach:
     @property
     def num_resident(self) -> int:
         """Blocks of the prefix in the pool, now."""
-        return self._pool.match(self._hashes)
+        source = self._pool.source
+        num_here = self._pool.match(self._hashes)
+        # What the card beside has comes as soon as it is wanted.
+        return num_here if source is None else num_here + source.match(self._hashes[num_here:])
 
     def by_tier(self) -> list[int]:
         """For each tier the length of the prefix that the pool, it and the tiers before it have together."""
@@ -210,11 +248,15 @@ class Reach:
         for level in range(self._num_tiers):
             length = 0
             for chain_hash, place in zip(self._hashes, self.places, strict=True):
-                if not (self._pool.expects(chain_hash) or (place is not None and place <= level)):
+                if not (self._expects(chain_hash) or (place is not None and place <= level)):
                     break
                 length += 1
             reach.append(length)
         return reach
+
+    def _expects(self, chain_hash: ChainHash) -> bool:
+        source = self._pool.source
+        return self._pool.expects(chain_hash) or (source is not None and source.expects(chain_hash))
 
 
 def _ignore(_job: Measure) -> None:

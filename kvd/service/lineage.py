@@ -23,12 +23,13 @@ class Lineage:
         "last_known",
         "num_flushes",
         "num_flushing",
-        "pool",
+        "pools",
         "was_learnt",
     )
 
     def __init__(self, pool: Pool, digest: NamespaceDigest, itemsize: int, unknown: Generations) -> None:
-        self.pool = pool
+        self.pools = [pool]
+        """Those that blocks of it may be in."""
         self.digest = digest
         self.itemsize = itemsize
         """Bytes of one number of its KV, which helps the codecs."""
@@ -98,6 +99,8 @@ class Lineages:
         if found is None:
             found = self._by_digest[digest] = Lineage(pool, digest, itemsize, self._mover.stack.unknown)
             self.learn(found)
+        elif pool not in found.pools:
+            found.pools.append(pool)
         return found
 
     def get(self, digest: NamespaceDigest) -> Lineage | None:

@@ -240,6 +240,8 @@ class Progress:
             return False
         attempt.promotion = promotion
         attempt.waited = True
+        if promotion.woken:
+            return False  # no answer need come: what there is, is on its way from the card already
         self.lot.park(attempt, ("below", promotion.number), self._answer_until_s(attempt))
         return True
 

@@ -87,6 +87,7 @@ class Service:
             self.below = Below(
                 mover=mover,
                 pools=pools,
+                homes=self.homes,
                 table=self._table,
                 progress=self._progress,
                 settings=self.settings.tiers,
@@ -170,6 +171,8 @@ class Service:
     def on_memory_ready(self) -> None:
         """A stock has made something, or failed to."""
         self._progress.memory_ready()
+        if self.below is not None:
+            self.below.memory_ready()
         self._progress.fail_lost()
         self._progress.settle()
 
@@ -259,14 +262,15 @@ class Service:
         cache = session.cache_of(pool, digest)
         if cache is None:
             session.check_may_open(self.settings.max_caches_per_session)
-            counters = pool.namespace(
-                digest,
-                model=request.model,
-                engine=request.engine,
-                adapter=request.adapter,
-                has_salt=bool(request.salt),
-                block_tokens=layout.block_tokens,
-            )
+            for one in filter(None, (pool.source, pool)):
+                counters = one.namespace(
+                    digest,
+                    model=request.model,
+                    engine=request.engine,
+                    adapter=request.adapter,
+                    has_salt=bool(request.salt),
+                    block_tokens=layout.block_tokens,
+                )
             cache = session.add_cache(pool, digest, counters, layout.block_tokens)
             self._forget_unused_namespaces()
         reply = CacheOpened(
@@ -346,7 +350,7 @@ class Service:
         if sealed:
             self._table.grant(session, cache.pool, readable=sealed)
         if self.below is not None:
-            self.below.spilling.sealed(cache.pool, cache.digest, hashes)
+            self.below.sealed(cache.pool, cache.digest, hashes)
         return Sealed(request.request_id, self.epoch, pack_block_ids(sealed))
 
     def _release(self, session: Session, request: requests.Release) -> Reply | None:

@@ -103,6 +103,8 @@ class Spilling:
 
     def look_at(self, pool: Pool) -> None:
         """After whatever may have made blocks scarce, or idle: begins the copies that are due. O(1) if none are."""
+        if not self._mover.stack.tiers:
+            return
         shelf = self._shelves.get(pool.pool_id) or self._shelf(pool)
         num_attainable = pool.num_attainable
         if self._settings.spill != "on_second_hit":

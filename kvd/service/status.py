@@ -34,7 +34,11 @@ def snapshot(service: Service) -> Snapshot:
             _client(service, session, now_s, stalled=session.id in figures.stalled)
             for session in service.sessions.values()
         ],
-        counters={**service.counters, **figures.counters},
+        counters={
+            **service.counters,
+            **({} if service.below is None else service.below.write_back.counters),
+            **figures.counters,
+        },
         warnings=[*service.settings.warnings, *_warnings(service, memories, len(figures.stalled))],
         tiers=[] if service.below is None else service.below.statuses(),
         mover=None if service.below is None else service.below.mover_status(),

@@ -10,10 +10,11 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvd.cuda import Context, DeviceExport, address_of
 from kvd.layout import KVLayout
-from kvd.protocol.session import DeviceSegmentGranted, SegmentClosed, SegmentRevoked, encode
+from kvd.protocol.session import DeviceSegmentGranted, SegmentClosed, SegmentGranted, SegmentRevoked, encode
 from kvd.protocol.wire import unpack_block_ids
 from kvd_client.device_segments import DeviceSegmentTable
 from tests.support.raw_client import LAYOUT, RawClient, hashes
@@ -23,6 +24,10 @@ class DeviceClient(RawClient):
     """Every segment is opened when a block of it is touched for the first time."""
 
     num_confirmed = 0
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        self.host_segments: dict[tuple[int, int], int] = {}
+        super().__init__(folder, **more)
 
     def open_on(self, device: str = "", *, staged: bool = False, model: str = "m", layout: KVLayout = LAYOUT) -> int:
         cache = self.open_cache(model, device=device, staged=staged, layout=layout)
@@ -66,12 +71,29 @@ class DeviceClient(RawClient):
             opened = self.table.granted(self.opened.pool, segment, export)
         return opened.context, opened.address + offset
 
+    def next_datagram(self) -> object:
+        message = super().next_datagram()
+        if isinstance(message, SegmentGranted):
+            self.host_segments[message.pool, message.segment] = self.descriptors[-1]
+        return message
+
+    def _host_segment(self, segment: int) -> int:
+        self.drain()
+        return self.host_segments[self.opened.pool, segment]
+
     def write_block(self, block: int, data: bytes) -> None:
+        if self.opened.device == "host":
+            segment, offset = self._place(block)
+            assert os.pwrite(self._host_segment(segment), data, offset) == len(data)
+            return
         context, address = self._address(block)
         source = bytearray(data)
         context.upload(address, address_of(source), len(source))
 
     def read_block(self, block: int) -> bytes:
+        if self.opened.device == "host":
+            segment, offset = self._place(block)
+            return os.pread(self._host_segment(segment), self.layout.block_nbytes, offset)
         context, address = self._address(block)
         target = bytearray(self.layout.block_nbytes)
         context.download(address_of(target), address, len(target))
