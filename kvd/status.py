@@ -14,7 +14,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolStatus(_Part, frozen=True):
-    """One pool: all segments of one tenant and one block size."""
+    """One pool: all segments of one tenant, one block size and one `[[pools]]` rule."""
 
     pool: int
     tenant: str
@@ -33,10 +33,12 @@ class PoolStatus(_Part, frozen=True):
     """Where its memory is: "host", or a card's UUID."""
     staged_from: str = ""
     """The card's UUID when this is the host pool beside one, for clients that cannot map that card."""
+    name: str = ""
+    """Of the rule it was made for; empty without one."""
 
 
 class NamespaceStatus(_Part, frozen=True):
-    """One namespace that somebody opened since the daemon started."""
+    """One namespace that somebody opened since the daemon started, in one pool: rules may give it several."""
 
     digest: str
     pool: int

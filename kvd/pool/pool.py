@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Sequence
 from typing import NoReturn
 
-from kvd.block import HOST, BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
+from kvd.block import BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
 from kvd.errors import InvalidRequest, OutOfBlocks, OutOfMemory, StateError
 from kvd.pool.announcements import Announcements
 from kvd.pool.blocks import Block
@@ -21,7 +21,7 @@ from kvd.pool.transfers import Transfers
 
 
 class Pool(Exchange):
-    """All segments of one tenant and one block size. Made by `Pools.pool`; loop thread only.
+    """All segments of one tenant, block size and name. Made by `Pools.pool`; loop thread only.
 
     No verb leaves half an effect behind. Where memory runs short, in this order: free blocks; `Grow` when the budget
     has room, perhaps after another pool's colder segment went; evicting our own idle blocks; `OutOfBlocks`.
@@ -32,8 +32,9 @@ class Pool(Exchange):
         *,
         tenant: str,
         block_nbytes: int,
-        device: str = HOST,
-        source: Pool | None = None,
+        name: str,
+        device: str,
+        source: Pool | None,
         store: BlockStore,
         budget: Budget,
         sessions: Sessions,
@@ -42,6 +43,8 @@ class Pool(Exchange):
         self.pool_id = store.pool_id
         self.tenant = tenant
         self.block_nbytes = block_nbytes
+        self.name = name
+        """Of the rule it was made for; "" without one."""
         self.device = device
         """Where its segments are: "host", or a card's UUID."""
         self.source = source

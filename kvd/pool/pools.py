@@ -45,7 +45,7 @@ class Pools:
         self._woken: list[tuple[int, ChainHash]] = []
         self._pools: list[Pool] = []
         """By pool id."""
-        self._by_shape: dict[tuple[str, str, int, str], Pool] = {}
+        self._by_shape: dict[tuple[str, str, int, str, str], Pool] = {}
         self.add_device(device, budget_nbytes=budget_nbytes, segment_nbytes=segment_nbytes)
 
     def add_device(self, device: str, *, budget_nbytes: int, segment_nbytes: int) -> None:
@@ -82,15 +82,24 @@ class Pools:
             self._pools[pool_id].end_lease(record)
         self._sessions.close(record)
 
-    def pool(self, tenant: str, block_nbytes: int, *, device: str | None = None, source: Pool | None = None) -> Pool:
-        """The tenant's pool of that block size on the device, made on demand without memory.
+    def pool(
+        self,
+        tenant: str,
+        block_nbytes: int,
+        name: str = "",
+        *,
+        device: str | None = None,
+        source: Pool | None = None,
+    ) -> Pool:
+        """The tenant's pool of that block size and name on the device, made on demand without memory.
 
-        With `source` it is the pool beside that one, for those who cannot map the other's device.
+        Pools of different names keep apart what one would hold together: a namespace may have blocks in several. With
+        `source` it is the pool beside that one, for those who cannot map the other's device.
 
         Raises `InvalidLayout` when a block is not whole pages or larger than a segment.
         """
         device = self.device if device is None else device
-        shape = (device, tenant, block_nbytes, "" if source is None else source.device)
+        shape = (device, tenant, block_nbytes, name, "" if source is None else source.device)
         found = self._by_shape.get(shape)
         if found is not None:
             return found
@@ -106,6 +115,7 @@ class Pools:
         found = Pool(
             tenant=tenant,
             block_nbytes=block_nbytes,
+            name=name,
             device=device,
             source=source,
             store=store,
@@ -205,9 +215,9 @@ class Pools:
         return sum(len(pool.namespaces) for pool in self._pools)
 
     def forget_namespaces(self, in_use: Container[NamespaceDigest]) -> list[NamespaceDigest]:
-        """Those nobody uses and no block of any pool is of; see `Pool.forget_namespaces`. O(namespaces)."""
-        forgotten = [digest for pool in self._pools for digest in pool.forget_namespaces(in_use)]
-        return [digest for digest in forgotten if not any(digest in pool.namespaces for pool in self._pools)]
+        """Those that no pool knows any more: nobody uses them and no block is of them. O(namespaces)."""
+        forgotten = {digest for pool in self._pools for digest in pool.forget_namespaces(in_use)}
+        return list(forgotten.difference(*(pool.namespaces for pool in self._pools)))
 
     def pool_statuses(self) -> list[PoolStatus]:
         """One per pool, by id."""
@@ -243,6 +253,7 @@ def _pool_status(pool: Pool) -> PoolStatus:
     return PoolStatus(
         pool=pool.pool_id,
         tenant=pool.tenant,
+        name=pool.name,
         device=pool.device,
         staged_from="" if pool.source is None else pool.source.device,
         block_nbytes=pool.block_nbytes,

@@ -14,6 +14,7 @@ from kvd.service.attempts import Attempt, BeginAttempt
 from kvd.service.flushing import Flushing
 from kvd.service.homes import Homes
 from kvd.service.lineage import Lineage, Lineages
+from kvd.service.pool_rules import PoolPolicy
 from kvd.service.progress import Progress
 from kvd.service.promotion import Promotions
 from kvd.service.segments import SegmentTable
@@ -39,12 +40,14 @@ class Below:
         table: SegmentTable,
         progress: Progress,
         settings: TierSettings,
+        policy_of: Callable[[Pool], PoolPolicy],
         clock: Callable[[], float],
     ) -> None:
         self._mover = mover
         self._pools = pools
         self._progress = progress
         self._settings = settings
+        self._policy_of = policy_of
         self._clock = clock
         self._numbers = itertools.count(-1, -1)  # never one of a promotion's
         self._learning: dict[NamespaceDigest, int] = {}
@@ -61,7 +64,7 @@ class Below:
             table=table,
             grow=progress.grow,
             resume=progress.answered_below,
-            drop_below=settings.after_promote == "drop",
+            drops_below=lambda pool: policy_of(pool).after_promote == "drop",
             is_lost=lambda pool: homes.of(pool).lost is not None,
         )
         self.flushing = Flushing(mover, self.lineages, lambda: pools.all)
@@ -71,6 +74,7 @@ class Below:
             table=table,
             pools=lambda: pools.all,
             settings=settings,
+            policy_of=policy_of,
             clock=clock,
             on_stale=self.flushing.stale,
         )
@@ -199,7 +203,7 @@ class Below:
         """A request took blocks."""
         pool = attempt.cache.pool
         if pool.source is None and isinstance(attempt, BeginAttempt):
-            num_cached = pool.match(attempt.wanted) if self._settings.spill == "on_second_hit" else 0
+            num_cached = pool.match(attempt.wanted) if self._policy_of(pool).spill == "on_second_hit" else 0
             self.spilling.found(pool, attempt.cache.digest, attempt.wanted[:num_cached])
         self.spilling.look_at(pool)
 

@@ -27,9 +27,9 @@ class Lineage:
         "was_learnt",
     )
 
-    def __init__(self, pool: Pool, digest: NamespaceDigest, itemsize: int, unknown: Generations) -> None:
-        self.pools = [pool]
-        """Those that blocks of it may be in."""
+    def __init__(self, digest: NamespaceDigest, itemsize: int, unknown: Generations) -> None:
+        self.pools: list[Pool] = []
+        """Those it was opened in; several where pool rules tell its users apart, or where one stands beside a card."""
         self.digest = digest
         self.itemsize = itemsize
         """Bytes of one number of its KV, which helps the codecs."""
@@ -94,12 +94,12 @@ class Lineages:
         self._by_digest: dict[NamespaceDigest, Lineage] = {}
 
     def open(self, pool: Pool, digest: NamespaceDigest, itemsize: int) -> Lineage:
-        """The namespace is used from now on; the first time, its generations are asked."""
+        """The namespace is used in that pool from now on; the first time, its generations are asked."""
         found = self._by_digest.get(digest)
         if found is None:
-            found = self._by_digest[digest] = Lineage(pool, digest, itemsize, self._mover.stack.unknown)
+            found = self._by_digest[digest] = Lineage(digest, itemsize, self._mover.stack.unknown)
             self.learn(found)
-        elif pool not in found.pools:
+        if pool not in found.pools:
             found.pools.append(pool)
         return found
 

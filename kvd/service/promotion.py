@@ -80,7 +80,8 @@ class Promotions:
     """All that are under way. Loop thread only.
 
     `grow(pool)` gets one more segment for a pool, now, later (then `memory_ready` is called), or not at all.
-    `resume(number)` lets the begin that waits for a promotion go on. `is_lost(pool)`: its card is gone for good.
+    `resume(number)` lets the begin that waits for a promotion go on. `drops_below(pool)`: whether the lower copy of
+    what came up into that pool goes. `is_lost(pool)`: its card is gone for good.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Promotions:
         table: SegmentTable,
         grow: Callable[[Pool], Grown],
         resume: Callable[[int], None],
-        drop_below: bool,
+        drops_below: Callable[[Pool], bool],
         is_lost: Callable[[Pool], bool] = lambda _pool: False,
     ) -> None:
         self._mover = mover
@@ -99,7 +100,7 @@ class Promotions:
         self._table = table
         self._grow = grow
         self._resume = resume
-        self._drop_below = drop_below
+        self._drops_below = drops_below
         self._is_lost = is_lost
         self._numbers = itertools.count(1)
         self._open: dict[int, Promotion] = {}
@@ -230,7 +231,7 @@ class Promotions:
                 self._table.memory(cache.pool, ticket.block),
                 lambda job: self._filled(promotion, job, has_copy_below=job.kept_below),
                 wanted=promotion.waited_for,
-                drop_below=self._drop_below,
+                drop_below=self._drops_below(cache.pool),
             )
         promotion.fills[ticket.generation] = job
         self._by_hash[cache.pool.pool_id, ticket.hash] = promotion

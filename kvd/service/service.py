@@ -24,6 +24,7 @@ from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpa
 from kvd.service.homes import Home, Homes
 from kvd.service.identity import Identity, tenant_of
 from kvd.service.outbox import Outgoing, SendReply
+from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
 from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Session
@@ -63,6 +64,7 @@ class Service:
         self.settings = settings or ServiceSettings()
         self.version, self.pid, self.runtime_dir = version, pid, runtime_dir
         self.clock = clock
+        self.pool_rules = self.settings.pool_rules
         self.started_s = clock()
         self.counters: Counter[str] = Counter(
             requests=0, late_requests=0, failed_requests=0, failed_releases=0, unexpected_closes=0
@@ -91,6 +93,7 @@ class Service:
                 table=self._table,
                 progress=self._progress,
                 settings=self.settings.tiers,
+                policy_of=lambda pool: self.pool_rules.policy(pool.name),
                 clock=clock,
             )
         tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
@@ -218,6 +221,12 @@ class Service:
         self._progress.blocks_came_back = True
         self._progress.settle()
 
+    def set_pool_rules(self, pool_rules: PoolRules) -> None:
+        """From now on: pools follow the rule of their name; caches that are open stay in the pools they have."""
+        self.pool_rules = pool_rules
+        self._blocks_moved(*self.pools.all)
+        self._progress.settle()
+
     def num_segments_to_close(self, session_id: SessionId) -> dict[int, int]:
         """By pool id: segments of a card that the session was told to close and has not."""
         return self._table.to_close(session_id)
@@ -258,10 +267,11 @@ class Service:
             salt=request.salt,
         )
         digest = namespace_digest(namespace, session.tenant)
-        pool = self._pool(session, request, layout.block_nbytes)
-        cache = session.cache_of(pool, digest)
-        if cache is None:
+        asked = (digest, request.device, request.staged)
+        cache = session.cache_of(asked)
+        if cache is None or self.homes.of(cache.pool).lost is not None:
             session.check_may_open(self.settings.max_caches_per_session)
+            pool = self._pool(session, request, layout.block_nbytes)
             for one in filter(None, (pool.source, pool)):
                 counters = one.namespace(
                     digest,
@@ -271,19 +281,19 @@ class Service:
                     has_salt=bool(request.salt),
                     block_tokens=layout.block_tokens,
                 )
-            cache = session.add_cache(pool, digest, counters, layout.block_tokens)
+            cache = session.add_cache(asked, pool, counters, layout.block_tokens)
             self._forget_unused_namespaces()
         reply = CacheOpened(
             request.request_id,
             self.epoch,
             cache.handle,
-            pool.pool_id,
+            cache.pool.pool_id,
             digest,
-            pool.blocks_per_segment,
-            self.pools.segment_nbytes(pool.device),
-            pool.device,
-            self.homes.of(pool).pid_namespace,
-            "" if pool.source is None else pool.source.device,
+            cache.pool.blocks_per_segment,
+            self.pools.segment_nbytes(cache.pool.device),
+            cache.pool.device,
+            self.homes.of(cache.pool).pid_namespace,
+            "" if cache.pool.source is None else cache.pool.source.device,
         )
         number = None if self.below is None else self.below.open(cache, layout)
         if number is None:
@@ -294,11 +304,12 @@ class Service:
 
     def _pool(self, session: Session, request: requests.OpenCache, block_nbytes: int) -> Pool:
         """Where the cache is to be. Raises what says that it cannot be there."""
+        name = self.pool_rules.name_for(model=request.model, engine=request.engine, uid=session.identity.uid)
         chosen = self.homes.choose(request.device, staged=request.staged)
         source = None
         if chosen.source is not None:
-            source = self.pools.pool(session.tenant, block_nbytes, device=chosen.source.device)
-        return self.pools.pool(session.tenant, block_nbytes, device=chosen.home.device, source=source)
+            source = self.pools.pool(session.tenant, block_nbytes, name, device=chosen.source.device)
+        return self.pools.pool(session.tenant, block_nbytes, name, device=chosen.home.device, source=source)
 
     def _forget_unused_namespaces(self) -> None:
         """Looks for them only when their number has doubled, so that opening one costs O(1) on average."""

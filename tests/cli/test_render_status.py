@@ -83,6 +83,13 @@ def test_tiers_show_what_they_do_and_what_is_wrong():
     assert GOLDEN_TIERS in text(snapshot)
 
 
+def test_a_pool_of_a_rule_shows_its_name():
+    page = text(with_fields(FULL, pools=[POOL, with_fields(POOL, pool=1, name="agents")]))
+    assert "evicted  tenant, rule\n" in page
+    assert "12,345  group:kvd\n" in page
+    assert "12,345  group:kvd, agents\n" in page
+
+
 def test_the_session_that_asks_is_left_out():
     assert "no clients" in text(FULL, own_pid=CLIENT.pid)
 
