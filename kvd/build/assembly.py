@@ -8,7 +8,7 @@ import resource
 import secrets
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class Assembly:
     service: Service
     control_page: ControlPage
     sizes: Sizes
+    devices: Mapping[str, str]
+    """Those in use, by the words that pool rules have for them."""
 
 
 def assemble(
@@ -60,12 +62,14 @@ def assemble(
     """
     available_nbytes = available_memory_nbytes()
     memory_ready, mover_ready = _eventfd(closing), _eventfd(closing)
-    built = build_homes(config.memory, available_nbytes, closing, on_ready=lambda: os.eventfd_write(memory_ready, 1))
+    built = build_homes(
+        config.memory, config.pools, available_nbytes, closing, on_ready=lambda: os.eventfd_write(memory_ready, 1)
+    )
     sizes = built.main
     tiers = build_tiers(
         config.tiers,
         # What is left of host memory is what the pools there leave; a block may be as large as any pool's segment.
-        Sizes(built.host.budget_nbytes, sizes.segment_nbytes),
+        Sizes(built.host.budget_nbytes, built.max_segment_nbytes),
         runtime_dir=Path(config.runtime_dir),
         available_nbytes=available_nbytes,
         environ=os.environ,
@@ -78,7 +82,7 @@ def assemble(
     control_page = closing.enter_context(ControlPage(epoch=epoch))
     service = Service(
         pools=_pools(config, built),
-        homes=built.homes,
+        homes=[home for home, _ in built.homes],
         mover=mover,
         epoch=epoch,
         settings=ServiceSettings(
@@ -87,7 +91,7 @@ def assemble(
             max_wait_s=config.waits.max_s,
             checksums=config.memory.checksums,
             tiers=_tier_settings(config),
-            pool_rules=pool_rules(config),
+            pool_rules=pool_rules(config, built.devices),
             warnings=warnings + built.warnings + tiers.warnings,
         ),
         version=__version__,
@@ -143,7 +147,7 @@ def assemble(
 
     server.watch_descriptor(memory_ready, on_memory_ready)
     server.watch_descriptor(mover_ready, on_mover_ready)
-    return Assembly(server, service, control_page, sizes)
+    return Assembly(server, service, control_page, sizes, built.devices)
 
 
 def _eventfd(closing: contextlib.ExitStack) -> int:
@@ -153,7 +157,7 @@ def _eventfd(closing: contextlib.ExitStack) -> int:
 
 
 def _pools(config: Config, built: BuiltHomes) -> Pools:
-    main, *others = built.homes
+    (main, _), *others = built.homes
     pools = Pools(
         budget_nbytes=built.main.budget_nbytes,
         segment_nbytes=main.stock.segment_nbytes,
@@ -161,8 +165,8 @@ def _pools(config: Config, built: BuiltHomes) -> Pools:
         uid_quota_nbytes=config.limits.uid_nbytes or None,
         device=main.device,
     )
-    for home in others:
-        pools.add_device(home.device, budget_nbytes=built.host.budget_nbytes, segment_nbytes=home.stock.segment_nbytes)
+    for home, sizes in others:
+        pools.add_device(home.device, budget_nbytes=sizes.budget_nbytes, segment_nbytes=home.stock.segment_nbytes)
     return pools
 
 

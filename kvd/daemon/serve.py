@@ -27,7 +27,6 @@ from kvd.errors import KvdError
 from kvd.protocol.control_page import DaemonState
 from kvd.protocol.session import REQUEST_SOCKET, SESSION_SOCKET
 from kvd.server.endpoints import check_socket_path
-from kvd.service import Service
 from kvd.systemd import Notifier
 
 _log = logging.getLogger(__name__)
@@ -93,21 +92,21 @@ def _on_signals(signals: Signals, daemon: Assembly, reload: Callable[[], Config]
         if number in {signal.SIGTERM, signal.SIGINT}:
             daemon.server.stop()
         elif number == signal.SIGHUP:
-            _reload(reload, daemon.service)
+            _reload(reload, daemon)
 
 
-def _reload(reload: Callable[[], Config] | None, service: Service) -> None:
+def _reload(reload: Callable[[], Config] | None, daemon: Assembly) -> None:
     if reload is None:
         _log.info("SIGHUP: there is no configuration file to read again")
         return
     try:
         config = reload()
-        rules = pool_rules(config)
+        rules = pool_rules(config, daemon.devices)
     except KvdError as error:
         _log.warning("SIGHUP: the configuration was not taken over: %s", error)
         return
     logging.getLogger().setLevel(config.log.level.upper())
-    service.set_pool_rules(rules)
+    daemon.service.set_pool_rules(rules)
     _log.info(
         "SIGHUP: log.level is %s now, %d pool rules hold, tiers.spill is %s and tiers.after_promote %s; everything "
         "else takes effect at the next start",

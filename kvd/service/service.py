@@ -305,7 +305,8 @@ class Service:
     def _pool(self, session: Session, request: requests.OpenCache, block_nbytes: int) -> Pool:
         """Where the cache is to be. Raises what says that it cannot be there."""
         name = self.pool_rules.name_for(model=request.model, engine=request.engine, uid=session.identity.uid)
-        chosen = self.homes.choose(request.device, staged=request.staged)
+        by_rule = self.pool_rules.device(name)
+        chosen = self.homes.choose(request.device, staged=request.staged, by_rule=by_rule)
         source = None
         if chosen.source is not None:
             source = self.pools.pool(session.tenant, block_nbytes, name, device=chosen.source.device)

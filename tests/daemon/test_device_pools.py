@@ -195,3 +195,30 @@ def test_a_stopped_daemon_leaves_nothing_on_the_card(tmp_path: Path, machine: Fa
             client.open_on()
             client.publish(1, "a")
     assert machine.held_nbytes() == 0
+
+
+def test_a_pool_rule_names_a_second_card(tmp_path: Path, machine: FakeMachine) -> None:
+    rules = [
+        {"name": "small", "models": ["small*"], "device": "cuda:1", "budget": 4 * MIB},
+        {"name": "host", "models": ["host*"], "device": "cpu"},
+        {"name": "same", "models": ["same*"], "device": P40.uuid.replace("GPU-", "cuda:GPU-")[:20]},
+    ]
+    with (
+        running_daemon(tmp_path, machine=machine, budget="8MiB", pools=rules) as daemon,
+        DeviceClient(daemon.folder) as client,
+    ):
+        devices = {}
+        for model in ("small", "host", "same", "other"):
+            cache = client.open_on(model=model)
+            devices[model] = client.opened.device
+            block = client.reserve(cache, 1)
+            client.write_block(int.from_bytes(block, "little"), content(model))
+            assert client.read_block(int.from_bytes(block, "little")) == content(model)
+        assert devices == {"small": RTX_3050.uuid, "host": "host", "same": P40.uuid, "other": P40.uuid}
+        assert [(one.device, one.budget_nbytes) for one in client.status().memories[:2]] == [
+            (P40.uuid, 8 * MIB),
+            (RTX_3050.uuid, 4 * MIB),
+        ]
+        assert machine.held_nbytes(1) == SEGMENT
+        client.check()
+    assert machine.held_nbytes(1) == 0
