@@ -35,6 +35,7 @@ COMMANDS = {
     "prefetch": Entry(
         "kvd.cli.prefetch", "prefetch", "Bring prompts up from the tiers below before they are asked for."
     ),
+    "resize": Entry("kvd.cli.resize", "resize", "Change how much memory the pools of a device may have."),
     "demo": Entry("kvd.cli.demo", "demo", "Watch processes share a real model's KV cache."),
     "bench": Entry("kvd.cli.bench", "bench", "Measure kvd, each number beside its limit in the same run."),
     "config": Entry("kvd.cli.config", "config", "Print or check the configuration."),

@@ -12,6 +12,7 @@ then takes effect, or raises with nothing changed (evictions that made room for 
     pools.open_session(session, uid); pools.end_session(session)      everything it held goes back, in all pools
     pool = pools.pool(tenant, block_nbytes, name="", device=…,
                       source=None)                                    made on demand
+    pools.plan_shrink(nbytes, device) -> Shrink                       what a smaller budget would take
     pools.set_budget(nbytes, device); pools.growth_failed(pool_id, reason); pools.memory_retry()
     pools.num_segments_room(device)                                   segments the budget could still give
     pools.take_dropped(); pools.take_woken()                          drain after every call below
@@ -58,6 +59,7 @@ from kvd.pool.outcomes import (
 )
 from kvd.pool.pool import Pool
 from kvd.pool.pools import Pools
+from kvd.pool.shrinking import Shrink
 
 __all__ = [
     "AskBelow",
@@ -71,6 +73,7 @@ __all__ = [
     "NamespaceCounters",
     "Pool",
     "Pools",
+    "Shrink",
     "SpillTicket",
     "WaitFor",
 ]

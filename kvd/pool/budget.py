@@ -69,16 +69,28 @@ class Budget:
     def set_nbytes(self, budget_nbytes: int) -> None:
         """A smaller budget retires segments until the rest fits: unpinned ones first, the coldest of those first."""
         self.budget_nbytes = budget_nbytes
-        excess = sum(store.num_active() for store in self.stores) - budget_nbytes // self.segment_nbytes
-        for _ in range(excess):
-            # Some pool is above its floor here, since the floors of all fit the budget.
-            candidates = [
-                (segment.num_pinned, age(segment), store, segment)
-                for store in self.stores
-                if store.num_active() > self.floor and (segment := store.least_pinned())
-            ]
-            _, _, store, segment = min(candidates, key=lambda candidate: candidate[:2])
+        for store, segment in self.excess(budget_nbytes):
             store.retire(segment)
+
+    def excess(self, budget_nbytes: int) -> list[tuple[BlockStore, Segment]]:
+        """What a budget of that size would retire, in that order."""
+        num_fit = budget_nbytes // self.segment_nbytes
+        # The floors of all fit the budget, so leaving each pool its own never leaves too much.
+        floor = min(self._floor_segments, num_fit // max(1, len(self.stores)))
+        spare = {store.pool_id: store.num_active() - floor for store in self.stores}
+        num_excess = sum(store.num_active() for store in self.stores) - num_fit
+        candidates = sorted(
+            ((segment.num_pinned, age(segment), store, segment) for store in self.stores for segment in store.active()),
+            key=lambda candidate: candidate[:2],
+        )
+        chosen: list[tuple[BlockStore, Segment]] = []
+        for _, _, store, segment in candidates:
+            if len(chosen) >= num_excess:
+                break
+            if spare[store.pool_id] > 0:
+                spare[store.pool_id] -= 1
+                chosen.append((store, segment))
+        return chosen
 
     def num_obtainable(self, asking: BlockStore) -> int:
         """Segments the pool could get at most: the room, and what the other pools could give up."""

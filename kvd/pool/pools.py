@@ -14,6 +14,7 @@ from kvd.pool.outcomes import BudgetUsage, DroppedSegment, LeaseFigures
 from kvd.pool.pool import Pool
 from kvd.pool.quotas import Quotas
 from kvd.pool.sessions import Sessions
+from kvd.pool.shrinking import Shrink
 from kvd.pool.store import BlockStore
 from kvd.status import NamespaceStatus, PoolStatus
 
@@ -149,6 +150,11 @@ class Pools:
         if nbytes < 0:
             raise InvalidRequest(f"a budget of {nbytes} bytes is negative")
         self._of(device).set_nbytes(nbytes)
+
+    def plan_shrink(self, nbytes: int, device: str) -> Shrink:
+        """What a budget of that size would take now; changes nothing."""
+        by_store = {pool.store.pool_id: pool for pool in self._pools}
+        return Shrink([(by_store[store.pool_id], segment) for store, segment in self._budgets[device].excess(nbytes)])
 
     def set_draining(self, device: str, num_segments: int) -> None:
         """So many segments left their pools and still hold memory: they are no room until they are gone."""

@@ -97,10 +97,24 @@ class Spilling(_Reply, frozen=True, tag="spilling"):
     num_left: int
 
 
+class Resized(_Reply, frozen=True, tag="resized"):
+    """The budget that holds now. It is the one asked for once `num_left` is 0: blocks being copied down before that.
+
+    `used_nbytes` are the pools'; what is above the budget clients still hold. `draining_nbytes` of a card have left the
+    pools, and go back when clients have closed them.
+    """
+
+    device: str
+    budget_nbytes: int
+    used_nbytes: int
+    draining_nbytes: int
+    num_left: int
+
+
 class StatusReply(_Reply, frozen=True, tag="status_reply"):
     """See `kvd.status`."""
 
     snapshot: Snapshot
 
 
-Reply = Done | Failed | CacheOpened | Begun | Reserved | Sealed | Matched | Flushed | Spilling | StatusReply
+Reply = Done | Failed | CacheOpened | Begun | Reserved | Sealed | Matched | Flushed | Spilling | Resized | StatusReply

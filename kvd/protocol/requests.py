@@ -143,6 +143,18 @@ class Spill(_Request, frozen=True, tag="spill"):
     """
 
 
+class Resize(_Request, frozen=True, tag="resize"):
+    """Gives the pools of a device another budget, until the daemon stops; answered by `Resized` at once.
+
+    A smaller one first has idle blocks copied down that it would lose; ask again with the same figures to follow that.
+    `device` is "" for the main one, "host", a card's number as cuda:0, or the beginning of its UUID. For root and the
+    daemon's user; others get `permission-refused`.
+    """
+
+    nbytes: int
+    device: str = ""
+
+
 class Status(_Request, frozen=True, tag="status"):
     """A snapshot of everything; answered by `StatusReply`."""
 
@@ -154,4 +166,6 @@ class Check(_Request, frozen=True, tag="check"):
     """
 
 
-Request = OpenCache | Begin | Reserve | Seal | Retain | Release | Match | Prefetch | Flush | Spill | Status | Check
+Request = (
+    OpenCache | Begin | Reserve | Seal | Retain | Release | Match | Prefetch | Flush | Spill | Resize | Status | Check
+)

@@ -120,6 +120,31 @@ class Homes:
             raise CudaUnavailable(f"this daemon has no pools on {device}; {self._there_are()}")
         return home
 
+    def named(self, word: str) -> Home:
+        """The home that a person means: "" for the main one, host or cpu, cuda:0, a UUID or its beginning.
+
+        Raises `CudaUnavailable` when it is none, or several.
+        """
+        wanted = word.lower().removeprefix("cuda:")
+        if not wanted:
+            return self.main
+        if wanted in {HOST, "cpu"}:
+            return self.get(HOST)
+        wanted = wanted.removeprefix("gpu-")
+        found = [
+            home
+            for home in self
+            if home.card is not None
+            and (
+                int(wanted) == home.card.device.ordinal
+                if wanted.isdecimal() and len(wanted) < 4
+                else home.device.lower().removeprefix("gpu-").startswith(wanted)
+            )
+        ]
+        if len(found) != 1:
+            raise CudaUnavailable(f"{word!r} is no device of this daemon; {self._there_are()}")
+        return found[0]
+
     def of(self, pool: Pool) -> Home:
         """Where the pool lives."""
         return self._by_device[pool.device]

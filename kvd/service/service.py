@@ -15,7 +15,7 @@ from kvd.layout import KVLayout
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import CacheOpened, Done, Failed, Reply, Sealed, StatusReply
+from kvd.protocol.replies import CacheOpened, Done, Failed, Reply, Resized, Sealed, StatusReply
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
@@ -26,6 +26,7 @@ from kvd.service.identity import Identity, tenant_of
 from kvd.service.outbox import Outgoing, SendReply
 from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
+from kvd.service.resizing import Resizing
 from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Session
 from kvd.service.settings import ServerFigures, ServiceSettings
@@ -97,6 +98,13 @@ class Service:
                 clock=clock,
             )
         tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        self._resizing = Resizing(
+            pools=pools,
+            spilling=None if self.below is None else self.below.spilling,
+            apply=self.set_budget,
+            bound_s=self.settings.tiers.drain_s,
+            clock=clock,
+        )
         # Each returns its reply, or None when that comes later or never.
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
             requests.OpenCache: self._open_cache,
@@ -109,6 +117,7 @@ class Service:
             requests.Prefetch: tiers.prefetch,
             requests.Flush: tiers.flush,
             requests.Spill: tiers.spill,
+            requests.Resize: self._resize,
             requests.Status: self._status,
             requests.Check: self._check,
         }
@@ -183,6 +192,7 @@ class Service:
         """The mover has carried something out, or heard of a flush by somebody else."""
         if self.below is not None:
             self.below.mover_done()
+        self._resizing.go_on()
         self._progress.fail_lost()
         self._progress.settle()
 
@@ -190,6 +200,7 @@ class Service:
         """Ends the waits that are over; the next moment at which this has something to do."""
         if self.below is not None:
             self.below.tick(now_s)
+        self._resizing.go_on()
         self._progress.tick(now_s)
         self._progress.settle()
         return self.next_deadline_s
@@ -197,10 +208,10 @@ class Service:
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do; None while nothing waits."""
-        deadline_s = self._progress.next_deadline_s
-        if self.below is None:
-            return deadline_s
-        return self.below.next_deadline_s if deadline_s is None else min(deadline_s, self.below.next_deadline_s)
+        deadlines = [self._progress.next_deadline_s, self._resizing.next_deadline_s]
+        if self.below is not None:
+            deadlines.append(self.below.next_deadline_s)
+        return min((one for one in deadlines if one is not None), default=None)
 
     def drain(self, wait: Callable[[float], object]) -> None:
         """For a clean stop, when every session has ended: copies to the tiers what would be lost.
@@ -376,6 +387,24 @@ class Service:
         self._progress.blocks_came_back = True
         self._blocks_moved(cache.pool)
         return Done(request.request_id, self.epoch) if request.ack else None
+
+    def _resize(self, session: Session, request: requests.Resize) -> Reply:
+        if session.identity.uid not in self.settings.admin_uids:
+            raise PermissionRefused("only root and the daemon's own user may change a budget")
+        home = self.homes.named(request.device)
+        num_left = self._resizing.ask(home, request.nbytes)
+        # What left its pool by this is told to its clients, and counted, before the figures are read.
+        self._progress.settle()
+        usage = self.pools.usage(home.device)
+        return Resized(
+            request.request_id,
+            self.epoch,
+            home.device,
+            usage.budget_nbytes,
+            usage.used_nbytes,
+            usage.num_segments_draining * home.stock.segment_nbytes,
+            num_left,
+        )
 
     def _status(self, _session: Session, request: requests.Status) -> Reply:
         return StatusReply(request.request_id, self.epoch, self.snapshot())
