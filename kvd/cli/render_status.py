@@ -8,30 +8,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.processes import UNKNOWN, Process
+from kvd.cli.render_memory import device_name, render_maps, render_memory
 from kvd.cli.render_tiers import render_tiers
 from kvd.cli.tables import plain_table
 from kvd.cli.text import count, duration, percent, printable, size
-from kvd.status import ClientStatus, MemoryStatus, NamespaceStatus, PoolStatus, Snapshot
-
-BAR_WIDTH = 24
+from kvd.status import ClientStatus, NamespaceStatus, PoolStatus, Snapshot
 
 
 def render_status(snapshot: Snapshot, processes: Mapping[int, Process], own_pid: int | None = None) -> RenderableType:
     """The whole page. `processes` is by pid; the session of `own_pid`, which only asks for this page, is left out."""
     clients = [client for client in snapshot.clients if client.pid != own_pid]
-    parts: list[RenderableType] = [_head(snapshot), _memory(snapshot.memory)]
+    memories = snapshot.memories or [snapshot.memory]
+    has_card = any(memory.name for memory in memories)
+    parts: list[RenderableType] = [_head(snapshot), *render_memory(memories)]
     if snapshot.pools:
-        parts += [Text(), _pools(snapshot.pools)]
+        parts += [Text(), _pools(snapshot.pools, has_card=has_card)]
     if snapshot.tiers:
         parts += [Text(), *render_tiers(snapshot.tiers, snapshot.mover)]
     if snapshot.namespaces:
         parts += [Text(), _namespaces(snapshot.namespaces, has_tiers=bool(snapshot.tiers))]
     parts += [Text(), _clients(clients, processes) if clients else Text("no clients", style="dim")]
+    if has_card and any(client.maps for client in clients):
+        parts += [Text(), render_maps(clients)]
     if snapshot.warnings:
         parts += [Text(), *(Text(f"! {printable(warning)}", style="yellow") for warning in snapshot.warnings)]
     return Group(*parts)
@@ -44,21 +45,13 @@ def _head(snapshot: Snapshot) -> RenderableType:
     )
 
 
-def _memory(memory: MemoryStatus) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(
-        Text(f"memory {printable(memory.device)}"),
-        ProgressBar(total=max(1, memory.budget_nbytes), completed=memory.used_nbytes, width=BAR_WIDTH),
-        Text(f"{size(memory.used_nbytes)} of {size(memory.budget_nbytes)} in pools"),
-    )
-    grid.add_row("", "", Text(f"{size(memory.ready_nbytes)} ready, {size(memory.available_nbytes)} more available"))
-    return grid
-
-
-def _pools(pools: list[PoolStatus]) -> RenderableType:
+def _pools(pools: list[PoolStatus], *, has_card: bool) -> RenderableType:
+    rest = ["tenant"]
+    rest += ["rule"] if any(pool.name for pool in pools) else []
+    rest += ["device"] if has_card else []
     table = plain_table(
         ("pool", "r"), ("block", "r"), ("segments", "r"), ("in use", "r"), ("cached", "r"), ("free", "r"),
-        ("evicted", "r"), ("tenant, rule" if any(pool.name for pool in pools) else "tenant", "rest"),
+        ("evicted", "r"), (", ".join(rest), "rest"),
     )  # fmt: skip
     for pool in pools:
         in_use = pool.num_referenced + pool.num_reserved + pool.num_filling
@@ -71,9 +64,14 @@ def _pools(pools: list[PoolStatus]) -> RenderableType:
             count(pool.num_sealed - pool.num_referenced),
             count(pool.num_free),
             count(pool.counters.get("evictions", 0)),
-            Text(printable(", ".join(filter(None, (pool.tenant, pool.name))))),
+            Text(printable(", ".join(filter(None, (pool.tenant, pool.name, _device(pool) if has_card else ""))))),
         )
     return table
+
+
+def _device(pool: PoolStatus) -> str:
+    name = device_name(pool.device)
+    return f"{name} beside {device_name(pool.staged_from)}" if pool.staged_from else name
 
 
 def _namespaces(namespaces: list[NamespaceStatus], *, has_tiers: bool) -> RenderableType:

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from kvd.cli.processes import Process
 from kvd.cli.render_status import render_status
-from kvd.status import Snapshot
-from tests.cli.snapshots import CLIENT, EMPTY, FULL, HOST_TIER, MOVER, NAMESPACE, POOL, REDIS_TIER
+from kvd.status import MapStatus, Snapshot
+from tests.cli.snapshots import CLIENT, EMPTY, FULL, HOST_TIER, MEMORY, MOVER, NAMESPACE, POOL, REDIS_TIER
 
 PROCESSES = {12345: Process("python generate.py --model smollm2 --prompts many.txt", 300 << 20)}
 
@@ -55,6 +55,22 @@ pool  cached tokens  reused  hits  below  engine          model
    0         80,000  14,400  90 %   40 %  transformers/1  smollm2-135m-instruct?
 """
 
+GOLDEN_CARD = """\
+memory GPU-a0b1c2d3  ------        2.2 GiB of 4 GiB in pools
+                                   512 MiB ready, 12 GiB more available
+                                   64 MiB not closed yet by clients
+                                   15 GiB of 24 GiB free, 512 MiB left to others
+memory host          ------        2.2 GiB of 4 GiB in pools
+                                   512 MiB ready, 12 GiB more available
+card GPU-a0b1c2d3-e4f5-0011-2233-445566778899, compute 6.1, Tesla P40
+"""
+
+GOLDEN_MAPS = """\
+  pid  pool  maps    segments   memory  to close  device
+12345     0  mapped         3  192 MiB         1  GPU-a0b1c2d3
+12345     1  staged         1   16 MiB         -  host
+"""
+
 
 def text(snapshot: Snapshot, *, width: int = 80, encoding: str = "ascii", own_pid: int | None = None) -> str:
     raw = io.BytesIO()
@@ -88,6 +104,46 @@ def test_a_pool_of_a_rule_shows_its_name():
     assert "evicted  tenant, rule\n" in page
     assert "12,345  group:kvd\n" in page
     assert "12,345  group:kvd, agents\n" in page
+
+
+def test_cards_show_what_they_are_and_who_maps_them():
+    card = with_fields(
+        MEMORY,
+        device="GPU-a0b1c2d3-e4f5-0011-2233-445566778899",
+        draining_nbytes=64 << 20,
+        name="Tesla P40",
+        compute_capability="6.1",
+        total_nbytes=24 << 30,
+        free_nbytes=15 << 30,
+        reserved_nbytes=512 << 20,
+    )
+    snapshot = with_fields(
+        FULL,
+        memory=card,
+        memories=[card, MEMORY],
+        pools=[
+            with_fields(POOL, device=card.device),
+            with_fields(POOL, pool=1, tenant="gid:1", staged_from=card.device),
+        ],
+        clients=[
+            with_fields(
+                CLIENT,
+                maps=[
+                    MapStatus(
+                        pool=0, device=card.device, mode="mapped", num_segments=3, nbytes=192 << 20, num_to_close=1
+                    ),
+                    MapStatus(pool=1, device="host", mode="staged", num_segments=1, nbytes=16 << 20),
+                ],
+            )
+        ],
+    )
+    page = text(snapshot)
+    assert GOLDEN_CARD in page
+    assert GOLDEN_MAPS in page
+    assert "evicted  tenant, device\n" in page
+    assert "gid:1, host beside GPU-a0b1c2d3\n" in text(snapshot, width=100)
+    lost = with_fields(card, state="lost", reason="cuStreamSynchronize: CUDA_ERROR_LAUNCH_FAILED")
+    assert "\n                                   lost\n" in text(with_fields(FULL, memories=[lost]))
 
 
 def test_the_session_that_asks_is_left_out():
