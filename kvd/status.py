@@ -108,7 +108,7 @@ class MemoryStatus(_Part, frozen=True):
     reserved_nbytes: int = 0
     """What kvd leaves free for others."""
     state: str = "serving"
-    """serving, or lost: the card fell off the bus or broke."""
+    """serving; lost: the card fell off the bus or broke; released: nobody used it, and it comes back when wanted."""
     reason: str = ""
     """Why it is lost."""
 

@@ -90,6 +90,7 @@ def assemble(
             default_wait_s=config.waits.default_s,
             max_wait_s=config.waits.max_s,
             checksums=config.memory.checksums,
+            idle_release_s=config.memory.idle_release_s,
             tiers=_tier_settings(config),
             pool_rules=pool_rules(config, built.devices),
             warnings=warnings + built.warnings + tiers.warnings,

@@ -13,9 +13,9 @@ from kvd.block import HOST, PAGE_NBYTES
 from kvd.build.sizes import Sizes, decide_card_sizes, decide_host_sizes, decide_sizes
 from kvd.config.pool_rule import PoolRule
 from kvd.config.schema import Memory
-from kvd.cuda import Context, pid_namespace
+from kvd.cuda import pid_namespace
 from kvd.errors import ConfigError, CudaError, OutOfMemory
-from kvd.memory import Choice, CopyEngine, DeviceStock, Prefault, SegmentStock, choose_device
+from kvd.memory import CardMemory, Choice, Prefault, SegmentStock, choose_device
 from kvd.memory.device import AUTO, CPU
 from kvd.service.homes import Card, Home
 
@@ -143,43 +143,25 @@ class _Builder:
         return Home(HOST, stock)
 
     def _add_card(self, memory: Memory, choice: Choice) -> None:
-        home, sizes = _card_home(memory, choice, self._closing, self._on_ready)
-        self.homes[home.device] = home, sizes
+        if choice.driver is None or choice.device is None:
+            raise ValueError("host memory is no card")
+        budget_nbytes = 0
 
+        def decide(free_nbytes: int, total_nbytes: int) -> tuple[int, int]:
+            nonlocal budget_nbytes
+            sizes = decide_card_sizes(memory, free_nbytes, total_nbytes)
+            budget_nbytes = sizes.budget_nbytes
+            return sizes.budget_nbytes, sizes.segment_nbytes
 
-def _card_home(
-    memory: Memory, choice: Choice, closing: contextlib.ExitStack, on_ready: Callable[[], None]
-) -> tuple[Home, Sizes]:
-    if choice.driver is None or choice.device is None:
-        raise ValueError("host memory is no card")
-    with contextlib.ExitStack() as opened:
-        context = opened.enter_context(choice.driver.open(choice.device))
-        sizes = decide_card_sizes(memory, *context.memory())
-        stock = DeviceStock(
-            context,
-            segment_nbytes=sizes.segment_nbytes,
-            budget_nbytes=sizes.budget_nbytes,
+        stock = CardMemory(
+            choice.driver,
+            choice.device,
+            decide=decide,
             prefault=memory.prefault,
             reserve=memory.reserve_nbytes,
-            on_ready=on_ready,
+            on_ready=self._on_ready,
         )
-        opened.callback(stock.close)
-        stock.start()
-        engine = CopyEngine(context)
-        opened.callback(engine.close)
-        # Only now: what failed above is closed here, and an "auto" goes on without the card.
-        closing.push(_closed_quietly(opened.pop_all(), context))
-    card = Card(stock, engine, choice.device, pid_namespace())
-    return Home(choice.device.uuid, stock, card), Sizes(sizes.budget_nbytes, stock.segment_nbytes)
-
-
-def _closed_quietly(opened: contextlib.ExitStack, context: Context) -> Callable[..., None]:
-    """Closes everything of a card at a stop: what the driver then says is logged, and keeps nothing else open."""
-
-    def close(*_exception: object) -> None:
-        try:
-            opened.close()
-        except CudaError as error:
-            _log.error("the card %s was not closed: %s", context.device_uuid, error)
-
-    return close
+        stock.open()
+        self._closing.callback(stock.close)
+        home = Home(choice.device.uuid, stock, Card(stock, choice.device, pid_namespace()))
+        self.homes[home.device] = home, Sizes(budget_nbytes, stock.segment_nbytes)

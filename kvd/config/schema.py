@@ -97,6 +97,14 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
             "has the kernel make transparent ones else, as far as it can; off leaves all memory in plain pages."
         ),
     ] = "auto"
+    idle_release_s: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds after which a card that no session has a cache on is given up: its blocks are copied "
+            "down, memory and context freed, and both come back when a cache is opened there. 0 keeps it.",
+            extra=SECONDS,
+        ),
+    ] = 0.0
     host: HostMemory = HostMemory()
 
 

@@ -1,7 +1,8 @@
 """Memory that processes map: segments of host memory and of cards, stocks of them made ahead, and the control page.
 
 `segment` is one memfd, `stock` the thread that makes them within the budget, `available` what the machine can still
-give; `device_segment`, `device_stock` and `device` are the same for a card, `device_copies` copies from there and back,
+give; `device_segment`, `device_stock` and `device` are the same for a card, `device_copies` copies there and back,
+`card_memory` is all of that, which may be released and restored, and
 `block_memory` is a block wherever it lies. `control_page` is the daemon's side of `kvd.protocol.control_page`.
 """
 
@@ -13,6 +14,7 @@ from kvd.memory.available import (
     reserve_nbytes,
 )
 from kvd.memory.block_memory import BlockMemory, DeviceBlock, HostBlock
+from kvd.memory.card_memory import CardMemory
 from kvd.memory.control_page import ControlPage
 from kvd.memory.device import Choice, choose_device
 from kvd.memory.device_copies import CopyEngine
@@ -23,6 +25,7 @@ from kvd.memory.stock import HugePages, Prefault, SegmentStock
 
 __all__ = [
     "BlockMemory",
+    "CardMemory",
     "Choice",
     "ControlPage",
     "CopyEngine",

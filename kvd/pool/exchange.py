@@ -92,6 +92,11 @@ class Exchange(abc.ABC):
         return len(self.transfers.spills) + len(self.transfers.fills)
 
     @property
+    def is_held(self) -> bool:
+        """Whether anybody references or writes a block: a session, a copy, or what keeps a prefix for one."""
+        return bool(self.store.num_references or self.store.num_reserved or self.store.num_filling)
+
+    @property
     def num_attainable(self) -> int:
         """Blocks the pool has, and those still in the budget; what watermarks are fractions of."""
         return self.store.capacity + self._num_growable

@@ -151,6 +151,12 @@ class Pools:
             raise InvalidRequest(f"a budget of {nbytes} bytes is negative")
         self._of(device).set_nbytes(nbytes)
 
+    def retire_all(self, device: str) -> None:
+        """Every segment of the device leaves its pool, as soon as nobody holds a block of it."""
+        for store in self._budgets[device].stores:
+            for segment in store.active():
+                store.retire(segment)
+
     def plan_shrink(self, nbytes: int, device: str) -> Shrink:
         """What a budget of that size would take now; changes nothing."""
         by_store = {pool.store.pool_id: pool for pool in self._pools}

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from kvd.block import HOST
 from kvd.cuda import Device
-from kvd.errors import CudaDeviceLost, CudaUnavailable, StateError
+from kvd.errors import CudaDeviceLost, CudaUnavailable, KvdError, StateError
 from kvd.memory import CopyEngine
 from kvd.pool import Pool
 
 
 class Stock(Protocol):
-    """Where memory comes from; `kvd.memory.SegmentStock` and `DeviceStock` are some, and say what each member promises.
+    """Where memory comes from; `kvd.memory.SegmentStock` and `CardMemory` are some, and say what each member promises.
 
     What `take` gives is a `HostSegment` or a `DeviceSegment`.
     """
@@ -34,10 +34,19 @@ class Stock(Protocol):
 
 
 class CardStock(Stock, Protocol):
-    """The stock of a card; `kvd.memory.DeviceStock` is one."""
+    """The stock of a card, which may be released for a while; `kvd.memory.CardMemory` is one."""
 
     reserve: int
+    failure: KvdError | None
 
+    @property
+    def engine(self) -> CopyEngine: ...
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def is_changing(self) -> bool: ...
+    def restore(self) -> None: ...
+    def release(self) -> None: ...
     @property
     def lost(self) -> str | None: ...
     @property
@@ -51,7 +60,6 @@ class Card:
     """What a home on a card has beside its stock."""
 
     stock: CardStock
-    engine: CopyEngine
     device: Device
     pid_namespace: str
     """Of this daemon: the only one in which its segments can be opened."""
@@ -78,7 +86,7 @@ class Home:
         """What copies blocks from the card and to it. Raises `StateError` for host memory, which needs none."""
         if self.card is None:
             raise StateError(f"there is nothing to copy with on {self.device}")
-        return self.card.engine
+        return self.card.stock.engine
 
     @property
     def pid_namespace(self) -> str:

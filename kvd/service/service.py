@@ -23,6 +23,7 @@ from kvd.service.below import Below
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
 from kvd.service.homes import Home, Homes
 from kvd.service.identity import Identity, tenant_of
+from kvd.service.idle import IdleRelease
 from kvd.service.outbox import Outgoing, SendReply
 from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
@@ -105,6 +106,20 @@ class Service:
             bound_s=self.settings.tiers.drain_s,
             clock=clock,
         )
+        self._idle = IdleRelease(
+            homes=self.homes,
+            pools=pools,
+            sessions=self.sessions,
+            spilling=None if self.below is None else self.below.spilling,
+            is_draining=self._table.is_draining,
+            settle=self._progress.settle,
+            again=self._carry_out,
+            fail=self._fail,
+            idle_s=self.settings.idle_release_s,
+            bound_s=self.settings.tiers.drain_s,
+            patience_s=self.settings.restore_wait_s,
+            clock=clock,
+        )
         # Each returns its reply, or None when that comes later or never.
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
             requests.OpenCache: self._open_cache,
@@ -121,6 +136,7 @@ class Service:
             requests.Status: self._status,
             requests.Check: self._check,
         }
+        self._idle.go_on()
 
     def open_session(self, identity: Identity, *, label: str = "", client_version: str = "") -> SessionId:
         """A session begins. `identity` is the kernel's word; `label` and `client_version` are claims, for display."""
@@ -146,6 +162,7 @@ class Service:
         self._progress.forget(session)
         self.pools.end_session(session_id)
         self._table.session_ended(session_id)
+        self._idle.go_on()
         self._progress.blocks_came_back = True
         self._blocks_moved(*{cache.pool for cache in session.caches.values()})
         self._progress.settle()
@@ -158,6 +175,10 @@ class Service:
             return
         self.counters["requests"] += 1
         session.num_requests += 1
+        self._carry_out(session, request)
+        self._progress.settle()
+
+    def _carry_out(self, session: Session, request: requests.Request) -> None:
         try:
             if request.epoch != self.epoch:
                 raise DaemonRestarted(f"the request names epoch {request.epoch}, this daemon's is {self.epoch}")
@@ -167,7 +188,6 @@ class Service:
         else:
             if reply is not None:
                 self._send(session, reply)
-        self._progress.settle()
 
     def segment_closed(self, session_id: SessionId, pool_id: int, segment: int) -> None:
         """A session says that it maps a revoked device segment no more. What it was not asked for is only counted."""
@@ -178,6 +198,7 @@ class Service:
             return
         if memory_came_back:
             self._progress.blocks_came_back = True
+            self._idle.go_on()
             self._progress.settle()
 
     def on_memory_ready(self) -> None:
@@ -185,6 +206,7 @@ class Service:
         self._progress.memory_ready()
         if self.below is not None:
             self.below.memory_ready()
+        self._idle.go_on()
         self._progress.fail_lost()
         self._progress.settle()
 
@@ -193,6 +215,7 @@ class Service:
         if self.below is not None:
             self.below.mover_done()
         self._resizing.go_on()
+        self._idle.go_on()
         self._progress.fail_lost()
         self._progress.settle()
 
@@ -201,6 +224,7 @@ class Service:
         if self.below is not None:
             self.below.tick(now_s)
         self._resizing.go_on()
+        self._idle.go_on()
         self._progress.tick(now_s)
         self._progress.settle()
         return self.next_deadline_s
@@ -208,7 +232,11 @@ class Service:
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do; None while nothing waits."""
-        deadlines = [self._progress.next_deadline_s, self._resizing.next_deadline_s]
+        deadlines = [
+            self._progress.next_deadline_s,
+            self._resizing.next_deadline_s,
+            self._idle.next_deadline_s,
+        ]
         if self.below is not None:
             deadlines.append(self.below.next_deadline_s)
         return min((one for one in deadlines if one is not None), default=None)
@@ -283,6 +311,8 @@ class Service:
         if cache is None or self.homes.of(cache.pool).lost is not None:
             session.check_may_open(self.settings.max_caches_per_session)
             pool = self._pool(session, request, layout.block_nbytes)
+            if self._idle.waits(self.homes.of(pool.source or pool), session, request):
+                return None
             for one in filter(None, (pool.source, pool)):
                 counters = one.namespace(
                     digest,

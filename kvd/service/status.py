@@ -78,7 +78,7 @@ def _memory(service: Service, home: Home) -> MemoryStatus:
         total_nbytes=card.stock.total_nbytes,
         free_nbytes=card.stock.free_nbytes,
         reserved_nbytes=card.stock.reserve,
-        state="serving" if home.lost is None else "lost",
+        state="lost" if home.lost is not None else "serving" if card.stock.is_open else "released",
         reason=home.lost or "",
     )
 

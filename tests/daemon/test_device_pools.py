@@ -134,21 +134,7 @@ def test_a_cache_on_host_memory_beside_the_card(tmp_path: Path, machine: FakeMac
         on_card = client.open_on(P40.uuid)
         assert on_card != cache
         assert client.opened.device == P40.uuid
-        failed = client.ask(
-            OpenCache,
-            model="m",
-            engine="raw/1",
-            positional="",
-            adapter="",
-            salt="",
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=64,
-            dtype="float16",
-            block_tokens=16,
-            block_nbytes=4096,
-            device=RTX_3050.uuid,
-        )
+        failed = client.ask(OpenCache, **client.opening(device=RTX_3050.uuid))
         assert failed.code == "cuda-unavailable"
         assert P40.uuid in failed.message
 

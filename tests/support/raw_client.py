@@ -121,21 +121,27 @@ class RawClient:
         self, model: str = "m", salt: str = "", *, device: str = "", staged: bool = False, layout: KVLayout = LAYOUT
     ) -> int:
         """Its handle; the whole reply is in `opened`."""
-        opened = self.ask(
-            requests.OpenCache,
-            model=model,
-            engine="raw/1",
-            positional="",
-            adapter="",
-            salt=salt,
-            block_nbytes=layout.block_nbytes,
-            device=device,
-            staged=staged,
-            **dataclasses.asdict(layout),
-        )
+        opened = self.ask(requests.OpenCache, **self.opening(model, salt, device=device, staged=staged, layout=layout))
         assert isinstance(opened, CacheOpened), opened
         self.opened = opened
         return opened.cache
+
+    @staticmethod
+    def opening(
+        model: str = "m", salt: str = "", *, device: str = "", staged: bool = False, layout: KVLayout = LAYOUT
+    ) -> dict[str, Any]:
+        """The fields of a request that opens a cache."""
+        return {
+            "model": model,
+            "engine": "raw/1",
+            "positional": "",
+            "adapter": "",
+            "salt": salt,
+            "block_nbytes": layout.block_nbytes,
+            "device": device,
+            "staged": staged,
+            **dataclasses.asdict(layout),
+        }
 
     def begin(self, cache: int, packed: bytes = b"", *, num_blocks: int, **named: object) -> Begun:
         begun = self.ask(requests.Begin, cache, packed, max_cached=len(packed) // 32, num_blocks=num_blocks, **named)
