@@ -14,6 +14,7 @@ from typing import Any
 
 from kvd.cuda import Context, DeviceExport, address_of
 from kvd.layout import KVLayout
+from kvd.protocol.replies import CacheOpened
 from kvd.protocol.session import DeviceSegmentGranted, SegmentClosed, SegmentGranted, SegmentRevoked, encode
 from kvd.protocol.wire import unpack_block_ids
 from kvd_client.device_segments import DeviceSegmentTable
@@ -30,11 +31,15 @@ class DeviceClient(RawClient):
         super().__init__(folder, **more)
 
     def open_on(self, device: str = "", *, staged: bool = False, model: str = "m", layout: KVLayout = LAYOUT) -> int:
-        cache = self.open_cache(model, device=device, staged=staged, layout=layout)
-        self.layout = layout
+        self.open_cache(model, device=device, staged=staged, layout=layout)
+        return self.take_opened(self.opened, layout)
+
+    def take_opened(self, opened: CacheOpened, layout: KVLayout = LAYOUT) -> int:
+        """From now on blocks are meant to be in that cache's pool."""
+        self.opened, self.layout = opened, layout
         if not hasattr(self, "table"):
             self.table = DeviceSegmentTable(self.epoch)
-        return cache
+        return opened.cache
 
     def grants(self) -> dict[tuple[int, int], DeviceSegmentGranted]:
         """Of what was granted and not revoked since."""
