@@ -19,18 +19,25 @@ from kvd.cli.text import count, duration, percent, printable, size
 from kvd.status import ClientStatus, MemoryStatus, NamespaceStatus, PoolStatus, Snapshot
 
 BAR_WIDTH = 24
+MAX_NAMESPACES = 20
+"""Shown; `--json` has more of them."""
 
 
 def render_status(snapshot: Snapshot, processes: Mapping[int, Process], own_pid: int | None = None) -> RenderableType:
     """The whole page. `processes` is by pid; the session of `own_pid`, which only asks for this page, is left out."""
     clients = [client for client in snapshot.clients if client.pid != own_pid]
     parts: list[RenderableType] = [_head(snapshot), _memory(snapshot.memory)]
+    if snapshot.tenant:
+        parts.append(Text(f"only what is yours ({printable(snapshot.tenant)}): access.isolation is uid", style="dim"))
     if snapshot.pools:
         parts += [Text(), _pools(snapshot.pools)]
     if snapshot.tiers:
         parts += [Text(), *render_tiers(snapshot.tiers, snapshot.mover)]
     if snapshot.namespaces:
-        parts += [Text(), _namespaces(snapshot.namespaces, has_tiers=bool(snapshot.tiers))]
+        shown = _most_filled(snapshot.namespaces)
+        parts += [Text(), _namespaces(shown, has_tiers=bool(snapshot.tiers))]
+        if num_more := len(snapshot.namespaces) - len(shown) + snapshot.num_namespaces_omitted:
+            parts.append(Text(f"... {count(num_more)} more", style="dim"))
     parts += [Text(), _clients(clients, processes) if clients else Text("no clients", style="dim")]
     if snapshot.warnings:
         parts += [Text(), *(Text(f"! {printable(warning)}", style="yellow") for warning in snapshot.warnings)]
@@ -74,6 +81,14 @@ def _pools(pools: list[PoolStatus]) -> RenderableType:
             Text(printable(pool.tenant)),
         )
     return table
+
+
+def _most_filled(namespaces: list[NamespaceStatus]) -> list[NamespaceStatus]:
+    """All, in their order; beyond `MAX_NAMESPACES` only those with most cached tokens."""
+    if len(namespaces) <= MAX_NAMESPACES:
+        return namespaces
+    most_first = sorted(namespaces, key=lambda one: -one.num_sealed * one.block_tokens)
+    return most_first[:MAX_NAMESPACES]
 
 
 def _namespaces(namespaces: list[NamespaceStatus], *, has_tiers: bool) -> RenderableType:
