@@ -194,3 +194,10 @@ class Snapshot(_Part, frozen=True):
     """None when there is no tier below."""
     memories: list[MemoryStatus] = []
     """Of every device, the main one first."""
+    tenant: str = ""
+    """Whose things these are, where the asker may see no others (isolation by uid); empty when everything is there.
+
+    Then figures that count over all tenants are 0 or absent, the tiers' among them.
+    """
+    num_namespaces_omitted: int = 0
+    """Namespaces left out of `namespaces`, which names those with most sealed blocks."""

@@ -20,7 +20,7 @@ class AddressRange:
     """`nbytes` of address space; no thread is excluded, the owner sees to that. Unmapped by `close`, which is
     idempotent.
 
-    Nothing in here is inherited by a forked child.
+    Nothing in here is inherited by a forked child, nor written to a core dump.
     """
 
     __slots__ = ("_base", "_bytes", "address", "nbytes")
@@ -34,7 +34,7 @@ class AddressRange:
         self.nbytes = nbytes
         self._base = libc.mmap(0, nbytes + HUGE_PAGE_NBYTES, libc.PROT_NONE, _RESERVED)
         self.address = self._base + (phase - self._base) % HUGE_PAGE_NBYTES
-        libc.keep_from_children(self._base, nbytes + HUGE_PAGE_NBYTES)
+        libc.keep_to_process(self._base, nbytes + HUGE_PAGE_NBYTES)
         self._bytes: memoryview | None = None
 
     def map_file(self, offset: int, nbytes: int, fd: int, fd_offset: int, *, writable: bool) -> None:
@@ -47,7 +47,7 @@ class AddressRange:
         protection = libc.PROT_READ | libc.PROT_WRITE if writable else libc.PROT_READ
         flags = libc.MAP_SHARED | libc.MAP_FIXED
         libc.mmap(self.address + offset, nbytes, protection, flags, fd, fd_offset)
-        libc.keep_from_children(self.address + offset, nbytes)
+        libc.keep_to_process(self.address + offset, nbytes)
 
     def make_resident(self, offset: int, nbytes: int) -> None:
         """Fills the page table for one mapping of pages that are in memory, by reading a byte of each 64 KiB.
@@ -67,7 +67,7 @@ class AddressRange:
         """Maps zeroed memory of this process at `offset`."""
         flags = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_FIXED | libc.MAP_NORESERVE
         libc.mmap(self.address + offset, nbytes, libc.PROT_READ | libc.PROT_WRITE, flags)
-        libc.keep_from_children(self.address + offset, nbytes)
+        libc.keep_to_process(self.address + offset, nbytes)
 
     def protect(self, offset: int, nbytes: int, *, writable: bool) -> None:
         """Makes a mapped part read-only or writable in place; every view over it stays valid."""
@@ -77,7 +77,7 @@ class AddressRange:
     def forget(self, offset: int, nbytes: int) -> None:
         """Back to reserved: any access faults. Raises `OutOfMemory`."""
         libc.mmap(self.address + offset, nbytes, libc.PROT_NONE, _RESERVED | libc.MAP_FIXED)
-        libc.keep_from_children(self.address + offset, nbytes)
+        libc.keep_to_process(self.address + offset, nbytes)
 
     def close(self) -> None:
         """Unmaps everything. The caller has made sure that no view over it is left."""

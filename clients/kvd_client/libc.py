@@ -21,6 +21,7 @@ MAP_FIXED = 0x10
 MAP_ANONYMOUS = 0x20
 MAP_NORESERVE = 0x4000
 MADV_DONTFORK = 10
+MADV_DONTDUMP = 16
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,10 +56,11 @@ def mprotect(address: int, nbytes: int, protection: int) -> None:
         raise _failure("mprotect", nbytes)
 
 
-def keep_from_children(address: int, nbytes: int) -> None:
-    """MADV_DONTFORK: a forked child has a hole here. Set again after every mmap over the place."""
-    if _madvise(address, nbytes, MADV_DONTFORK):
-        raise _failure("madvise", nbytes)
+def keep_to_process(address: int, nbytes: int) -> None:
+    """A forked child has a hole here, and a core dump leaves it out. Set again after every mmap over the place."""
+    for advice in (MADV_DONTFORK, MADV_DONTDUMP):
+        if _madvise(address, nbytes, advice):
+            raise _failure("madvise", nbytes)
 
 
 def _failure(call: str, nbytes: int) -> KvdError:

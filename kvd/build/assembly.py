@@ -23,6 +23,7 @@ from kvd.mover import Mover
 from kvd.pool import Pools
 from kvd.protocol.control_page import DaemonState
 from kvd.server.endpoints import SocketAccess
+from kvd.server.limits import Limits
 from kvd.server.server import Server
 from kvd.service import Service, ServiceSettings
 from kvd.service.settings import TierSettings
@@ -87,6 +88,8 @@ def assemble(
         epoch=epoch,
         settings=ServiceSettings(
             isolation=config.access.isolation,
+            # Whoever may connect is a member of that group, or root, or the daemon's user; all share one tenant.
+            shared_gid=os.getegid() if access.gid is None else access.gid,
             default_wait_s=config.waits.default_s,
             max_wait_s=config.waits.max_s,
             checksums=config.memory.checksums,
@@ -105,6 +108,8 @@ def assemble(
         closing.callback(mover.close)
         mover.start()
 
+    # Every session maps the same page: behind walls it must not tell what goes on in the other rooms.
+    is_public = config.access.isolation != "uid"
     counters = service.control_counters()
     counted_at_s = time.monotonic()
 
@@ -113,11 +118,11 @@ def assemble(
         if time.monotonic() - counted_at_s >= COUNTERS_EVERY_S:
             counters, counted_at_s = service.control_counters(), time.monotonic()
             on_used(counters["used_nbytes"])
-        control_page.write(DaemonState.SERVING, counters)
+        control_page.write(DaemonState.SERVING, counters if is_public else None)
         on_heartbeat()
 
     def wait_for_mover(seconds: float) -> None:
-        control_page.write(DaemonState.STOPPING, counters)
+        control_page.write(DaemonState.STOPPING, counters if is_public else None)
         on_heartbeat()
         if select.select([mover_ready], [], [], min(seconds, HEARTBEAT_S))[0]:
             on_mover_ready()
@@ -136,8 +141,12 @@ def assemble(
         control_page_fd=control_page.read_only_fd,
         epoch=epoch,
         version=__version__,
-        credits=config.limits.credits,
-        max_sessions=max_sessions,
+        limits=Limits(
+            credits=config.limits.credits,
+            sessions=max_sessions,
+            uid_sessions=config.limits.uid_sessions or None,
+            uid_requests=config.limits.uid_requests or None,
+        ),
         on_heartbeat=heartbeat,
     )
     closing.callback(server.close)

@@ -65,10 +65,13 @@ def _digest(client: kvd_client.Client, text: str) -> bytes:
         return bytes.fromhex(digits)
     if len(digits) < MIN_PREFIX:
         raise InvalidRequest(f"{text!r} is too short: give at least {MIN_PREFIX} digits")
-    found = [one for one in client.status().namespaces if one.digest.startswith(digits)]
+    snapshot = client.status()
+    found = [one for one in snapshot.namespaces if one.digest.startswith(digits)]
     if len(found) != 1:
         names = ", ".join(f"{one.digest[:12]} ({one_line(one.model)})" for one in found) or "none"
-        raise InvalidRequest(f"{text!r} must begin one known digest; it begins {names}")
+        omitted = snapshot.num_namespaces_omitted
+        more = f"; {count(omitted)} namespaces are not listed, so give the whole digest" if omitted else ""
+        raise InvalidRequest(f"{text!r} must begin one known digest; it begins {names}{more}")
     return bytes.fromhex(found[0].digest)
 
 

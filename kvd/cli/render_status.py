@@ -17,6 +17,9 @@ from kvd.cli.tables import plain_table
 from kvd.cli.text import count, duration, percent, printable, size
 from kvd.status import ClientStatus, NamespaceStatus, PoolStatus, Snapshot
 
+MAX_NAMESPACES = 20
+"""Shown; `--json` has more of them."""
+
 
 def render_status(snapshot: Snapshot, processes: Mapping[int, Process], own_pid: int | None = None) -> RenderableType:
     """The whole page. `processes` is by pid; the session of `own_pid`, which only asks for this page, is left out."""
@@ -24,12 +27,17 @@ def render_status(snapshot: Snapshot, processes: Mapping[int, Process], own_pid:
     memories = snapshot.memories or [snapshot.memory]
     has_card = any(memory.name for memory in memories)
     parts: list[RenderableType] = [_head(snapshot), *render_memory(memories)]
+    if snapshot.tenant:
+        parts.append(Text(f"only what is yours ({printable(snapshot.tenant)}): access.isolation is uid", style="dim"))
     if snapshot.pools:
         parts += [Text(), _pools(snapshot.pools, has_card=has_card)]
     if snapshot.tiers:
         parts += [Text(), *render_tiers(snapshot.tiers, snapshot.mover)]
     if snapshot.namespaces:
-        parts += [Text(), _namespaces(snapshot.namespaces, has_tiers=bool(snapshot.tiers))]
+        shown = _most_filled(snapshot.namespaces)
+        parts += [Text(), _namespaces(shown, has_tiers=bool(snapshot.tiers))]
+        if num_more := len(snapshot.namespaces) - len(shown) + snapshot.num_namespaces_omitted:
+            parts.append(Text(f"... {count(num_more)} more", style="dim"))
     parts += [Text(), _clients(clients, processes) if clients else Text("no clients", style="dim")]
     if has_card and any(client.maps for client in clients):
         parts += [Text(), render_maps(clients)]
@@ -72,6 +80,14 @@ def _pools(pools: list[PoolStatus], *, has_card: bool) -> RenderableType:
 def _device(pool: PoolStatus) -> str:
     name = device_name(pool.device)
     return f"{name} beside {device_name(pool.staged_from)}" if pool.staged_from else name
+
+
+def _most_filled(namespaces: list[NamespaceStatus]) -> list[NamespaceStatus]:
+    """All, in their order; beyond `MAX_NAMESPACES` only those with most cached tokens."""
+    if len(namespaces) <= MAX_NAMESPACES:
+        return namespaces
+    most_first = sorted(namespaces, key=lambda one: -one.num_sealed * one.block_tokens)
+    return most_first[:MAX_NAMESPACES]
 
 
 def _namespaces(namespaces: list[NamespaceStatus], *, has_tiers: bool) -> RenderableType:

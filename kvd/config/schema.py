@@ -114,8 +114,8 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
     isolation: Annotated[
         Literal["group", "uid"],
         Meta(
-            description="Tenants: group lets all users who may connect share blocks, uid keeps each user's blocks to "
-            "that user."
+            description="Tenants: group lets all users who may connect share blocks, uid keeps each user's blocks, "
+            "names and figures to that user (root and the daemon's own user see all)."
         ),
     ] = "group"
     group: Annotated[
@@ -141,6 +141,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=4096)], Meta(description="Requests that one session may have in flight.")
     ] = 64
     sessions: Annotated[Annotated[int, Meta(ge=1, le=65536)], Meta(description="Sessions at the same time.")] = 1024
+    uid_sessions: Annotated[
+        Annotated[int, Meta(ge=0, le=65536)], Meta(description="Sessions of one user at the same time; 0 is no limit.")
+    ] = 0
+    uid_requests: Annotated[
+        Annotated[int, Meta(ge=0, le=1 << 20)],
+        Meta(description="Requests that all sessions of one user may have in flight; 0 is no limit."),
+    ] = 0
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):

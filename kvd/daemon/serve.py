@@ -22,6 +22,7 @@ from kvd.daemon.process import (
     raise_descriptor_limit,
     start_log,
 )
+from kvd.daemon.secrecy import keep_memory_private
 from kvd.daemon.signals import Signals
 from kvd.errors import KvdError
 from kvd.protocol.control_page import DaemonState
@@ -49,6 +50,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
 
 def _serve(config: Config, reload: Callable[[], Config] | None) -> None:
     started_s = time.monotonic()
+    keep_memory_private()
     raise_descriptor_limit()
     hand_over_quickly()
     folder = Path(config.runtime_dir)

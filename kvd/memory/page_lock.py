@@ -64,6 +64,7 @@ class StagingMemory:
     def __init__(self, context: Context, nbytes: int) -> None:
         self.nbytes = nbytes
         self._mapping: mmap.mmap | None = mmap.mmap(-1, nbytes)
+        self._mapping.madvise(mmap.MADV_DONTDUMP)
         self.address = address_of(self._mapping)
         self.unlocked: str | None = None
         self._lock: PageLock | None = None

@@ -88,6 +88,7 @@ class HostSegment:
         """
         if self._mapping is None:
             self._mapping = mmap.mmap(self.writable_fd, self.nbytes)
+            self._mapping.madvise(mmap.MADV_DONTDUMP)
         return memoryview(self._mapping)[offset : offset + nbytes]
 
     def close(self) -> None:

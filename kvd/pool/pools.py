@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Container
 
 from kvd.block import HOST, PAGE_NBYTES, ChainHash, NamespaceDigest, SessionId
@@ -224,7 +225,11 @@ class Pools:
     @property
     def num_namespaces(self) -> int:
         """Over all pools."""
-        return sum(len(pool.namespaces) for pool in self._pools)
+        return self.num_namespaces_of("")
+
+    def num_namespaces_of(self, tenant: str) -> int:
+        """Over the pools of one tenant; of all with an empty name."""
+        return sum(len(pool.namespaces) for pool in self._pools if tenant in {"", pool.tenant})
 
     def forget_namespaces(self, in_use: Container[NamespaceDigest]) -> list[NamespaceDigest]:
         """Those that no pool knows any more: nobody uses them and no block is of them. O(namespaces)."""
@@ -235,8 +240,20 @@ class Pools:
         """One per pool, by id."""
         return [_pool_status(pool) for pool in self._pools]
 
-    def namespace_statuses(self) -> list[NamespaceStatus]:
-        """One per namespace that somebody opened, by pool."""
+    def namespace_statuses(self, *, tenant: str = "", limit: int | None = None) -> list[NamespaceStatus]:
+        """One per namespace that somebody opened, by pool; of one tenant only, if named.
+
+        With `limit` only so many, those with most sealed blocks: O(namespaces), but little for each that is left out.
+        """
+        found = [
+            (pool, namespace)
+            for pool in self._pools
+            if tenant in {"", pool.tenant}
+            for namespace in pool.namespaces.values()
+        ]
+        if limit is not None and len(found) > limit:
+            found = heapq.nlargest(limit, found, key=lambda one: (one[1].num_sealed, one[1].lookups))
+            found.sort(key=lambda one: one[0].pool_id)
         return [
             NamespaceStatus(
                 digest=namespace.digest.hex(),
@@ -249,8 +266,7 @@ class Pools:
                 num_sealed=namespace.num_sealed,
                 counters=namespace.as_dict(),
             )
-            for pool in self._pools
-            for namespace in pool.namespaces.values()
+            for pool, namespace in found
         ]
 
     def check_integrity(self) -> None:

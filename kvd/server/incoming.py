@@ -12,6 +12,7 @@ from kvd.protocol import wire
 from kvd.protocol.replies import Failed
 from kvd.protocol.requests import Release, Request
 from kvd.server.counters import ServerCounters
+from kvd.server.limits import Limits
 from kvd.server.salvage import request_id_of
 from kvd.server.sessions import Session, Sessions
 
@@ -36,7 +37,7 @@ class Receiver:
         counters: ServerCounters,
         *,
         epoch: int,
-        credits: int,
+        limits: Limits,
         handle: Callable[[Session, Request], None],
         answer: Callable[[Session, Failed], None],
         expel: Callable[[Session, KvdError], None],
@@ -45,7 +46,7 @@ class Receiver:
         self._sessions = sessions
         self._counters = counters
         self._epoch = epoch
-        self._credits = credits
+        self._limits = limits
         self._handle = handle
         self._answer = answer
         self._expel = expel
@@ -102,14 +103,15 @@ class Receiver:
         if isinstance(request, Release) and not request.ack:
             # Nothing comes back, so nothing piles up; and a release that is dropped would be a leak.
             self._handle(session, request)
-        elif session.num_in_flight >= self._credits:
+            return
+        try:
+            self._limits.check_request(session)
+        except Overloaded as error:
             self._counters.num_overloaded += 1
-            self._refuse(
-                session, request.request_id, Overloaded(f"more than the {self._credits} requests in flight granted")
-            )
-        else:
-            session.num_in_flight += 1
-            self._handle(session, request)
+            self._refuse(session, request.request_id, error)
+            return
+        session.took_request()
+        self._handle(session, request)
 
     def _drop_excess(self) -> None:
         for _ in range(_EXCESS_FRAMES_PER_MESSAGE):
@@ -121,5 +123,5 @@ class Receiver:
     def _refuse(self, session: Session, request_id: int | None, error: KvdError) -> None:
         if request_id is None:
             return
-        session.num_in_flight += 1
+        session.took_request()
         self._answer(session, Failed(request_id, self._epoch, error.code, str(error)[:_MAX_ERROR_TEXT]))

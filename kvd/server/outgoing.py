@@ -134,6 +134,6 @@ class Sender:
             self._counters.num_unroutable += 1
         else:
             self._counters.num_replies += 1
-        session.num_in_flight -= 1
+        session.answered()
         self._stalled.pop(session, None)
         return True

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zmq
 
-from kvd.errors import DaemonRestarted, InvalidRequest, KvdError, Overloaded, VersionMismatch
+from kvd.errors import DaemonRestarted, InvalidRequest, KvdError, VersionMismatch
 from kvd.protocol.requests import Request
 from kvd.protocol.session import Goodbye, Hello, SegmentClosed, Welcome, decode_from_client, encode
 from kvd.protocol.wire import PROTOCOL_MAX, PROTOCOL_MIN
@@ -23,6 +23,7 @@ from kvd.server.endpoints import Endpoints, SocketAccess
 from kvd.server.guard import MemoryGuard
 from kvd.server.incoming import Receiver
 from kvd.server.kernel import PeerCredentials, open_pidfd, parse_peer_address
+from kvd.server.limits import Limits
 from kvd.server.lobby import Lobby
 from kvd.server.outgoing import Sender
 from kvd.server.sessions import Session, Sessions
@@ -55,8 +56,7 @@ class Server:
         control_page_fd: int,
         epoch: int,
         version: str,
-        credits: int,
-        max_sessions: int,
+        limits: Limits,
         on_heartbeat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -66,8 +66,7 @@ class Server:
         self._control_page_fd = control_page_fd
         self._epoch = epoch
         self._version = version
-        self._credits = credits
-        self._max_sessions = max_sessions
+        self.limits = limits
         self._on_heartbeat = on_heartbeat
         self._clock = clock
         self._is_stopping = False
@@ -75,7 +74,7 @@ class Server:
         self._endpoints = Endpoints(
             folder,
             access,
-            credits=credits,
+            credits=limits.credits,
             admit=self.sessions.admit,
             welcome=self.sessions.welcome,
             counters=self.counters,
@@ -84,13 +83,13 @@ class Server:
         self._arrivals = self._endpoints.arrivals
         self._router = self._endpoints.router
         self._watch = Watch()
-        self._sender = Sender(self._router, self.sessions, self._watch, self.counters, credits, clock)
+        self._sender = Sender(self._router, self.sessions, self._watch, self.counters, limits.credits, clock)
         self._receiver = Receiver(
             self._router,
             self.sessions,
             self.counters,
             epoch=epoch,
-            credits=credits,
+            limits=limits,
             handle=self._handle,
             answer=self._sender.reply,
             expel=self.expel,
@@ -201,10 +200,7 @@ class Server:
                 f"this daemon ({self._version}) speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}, the client "
                 f"({_printable(hello.client_version)}) {hello.protocol_min} to {hello.protocol_max}"
             )
-        if len(self.sessions) >= self._max_sessions:
-            raise Overloaded(f"all {self._max_sessions} sessions are taken; raise limits.sessions")
-        if self.sessions.num_of_process(credentials) >= max(4, self._max_sessions // 4):
-            raise Overloaded(f"process {credentials.pid} alone has a quarter of all sessions; close some")
+        self.limits.check_session(self.sessions, credentials)
         session_id = self.service.open_session(
             Identity(credentials.pid, credentials.uid, credentials.gid),
             label=_printable(hello.label),
@@ -222,7 +218,7 @@ class Server:
         self._watch.add(session.channel.fileno(), lambda: self._on_channel(session))
         if session.pidfd is not None:
             self._watch.add(session.pidfd, lambda: self._on_exit(session))
-        welcome = Welcome(protocol, self._version, self._epoch, session.id, session.token, self._credits)
+        welcome = Welcome(protocol, self._version, self._epoch, session.id, session.token, self.limits.credits)
         session.channel.send(encode(welcome), self._control_page_fd)
         _log.debug("session %d opened: pid %d, uid %d", session.id, credentials.pid, credentials.uid)
 

@@ -17,6 +17,16 @@ ADMISSIONS_PER_SESSION = 4
 """ZeroMQ connections that one session may make in its life; one is enough unless the first handshake fails."""
 
 
+class User:
+    """One uid with live sessions: how many, and how many requests of theirs are unanswered."""
+
+    __slots__ = ("num_in_flight", "num_sessions")
+
+    def __init__(self) -> None:
+        self.num_sessions = 0
+        self.num_in_flight = 0
+
+
 class Session:
     """What the server keeps about one session. The service knows it by `id`, ZeroMQ by `token`."""
 
@@ -30,6 +40,7 @@ class Session:
         "peer_address",
         "pidfd",
         "token",
+        "user",
     )
 
     def __init__(
@@ -43,6 +54,8 @@ class Session:
         self.pidfd = pidfd
         self.num_in_flight = 0
         """Requests that will be answered and whose reply has not been handed to ZeroMQ."""
+        self.user = User()
+        """Of its uid, shared with that one's other sessions while it is among `Sessions`."""
         self.num_messages = 0
         """Whole messages that came from it, good or bad."""
         self.outbox: deque[tuple[int, bytes]] = deque()
@@ -52,6 +65,16 @@ class Session:
     def process(self) -> tuple[int, int]:
         """(pid, uid)."""
         return self.credentials.pid, self.credentials.uid
+
+    def took_request(self) -> None:
+        """One more that will be answered."""
+        self.num_in_flight += 1
+        self.user.num_in_flight += 1
+
+    def answered(self) -> None:
+        """Its reply was handed to ZeroMQ, or is lost."""
+        self.num_in_flight -= 1
+        self.user.num_in_flight -= 1
 
     def is_peer(self, peer_address: str) -> bool:
         """Whether a message with this Peer-Address comes from the session's own process."""
@@ -72,6 +95,7 @@ class Sessions:
         self.by_token: dict[bytes, Session] = {}
         self._by_id: dict[SessionId, Session] = {}
         self._num_sessions: dict[tuple[int, int], int] = {}
+        self._users: dict[int, User] = {}
         self._admissions: dict[tuple[int, int], int] = {}
         self._arrivals: dict[tuple[int, int], int] = {}
         self._tombstones: set[bytes] = set()
@@ -90,6 +114,11 @@ class Sessions:
     def num_of_process(self, credentials: PeerCredentials) -> int:
         """Live sessions of this process."""
         return self._num_sessions.get((credentials.pid, credentials.uid), 0)
+
+    def num_of_uid(self, uid: int) -> int:
+        """Live sessions of this user."""
+        user = self._users.get(uid)
+        return 0 if user is None else user.num_sessions
 
     def of_process(self, process: tuple[int, int]) -> list[Session]:
         """All sessions of (pid, uid). O(sessions): for rare use."""
@@ -112,6 +141,8 @@ class Sessions:
     def add(self, session: Session) -> None:
         """The session lives from now on."""
         process = session.process
+        session.user = self._users.setdefault(session.credentials.uid, session.user)
+        session.user.num_sessions += 1
         self.by_token[session.token] = session
         self._by_id[session.id] = session
         self._num_sessions[process] = self._num_sessions.get(process, 0) + 1
@@ -123,6 +154,12 @@ class Sessions:
         process = session.process
         del self.by_token[session.token]
         del self._by_id[session.id]
+        session.user.num_sessions -= 1
+        session.user.num_in_flight -= session.num_in_flight
+        if not session.user.num_sessions:
+            del self._users[session.credentials.uid]
+        # What is answered from here on is nobody's.
+        session.user = User()
         self._num_sessions[process] -= 1
         if not self._num_sessions[process]:
             del self._num_sessions[process]

@@ -17,6 +17,12 @@ class Identity:
     gid: int
 
 
-def tenant_of(identity: Identity, isolation: Isolation) -> str:
-    """The wall a session lives behind: its user, or its (primary) group. Goes into every namespace digest."""
-    return f"uid:{identity.uid}" if isolation == "uid" else f"gid:{identity.gid}"
+def tenant_of(identity: Identity, isolation: Isolation, shared_gid: int | None = None) -> str:
+    """The wall a session lives behind: its user, or a group. Goes into every namespace digest.
+
+    `shared_gid` is the group whose members may connect: they are one tenant, whatever their primary groups are. None
+    goes by the primary group.
+    """
+    if isolation == "uid":
+        return f"uid:{identity.uid}"
+    return f"gid:{identity.gid if shared_gid is None else shared_gid}"

@@ -22,7 +22,7 @@ from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAt
 from kvd.service.below import Below
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
 from kvd.service.homes import Home, Homes
-from kvd.service.identity import Identity, tenant_of
+from kvd.service.identity import Identity
 from kvd.service.idle import IdleRelease
 from kvd.service.outbox import Outgoing, SendReply
 from kvd.service.pool_rules import PoolRules
@@ -146,7 +146,7 @@ class Service:
         self.sessions[session_id] = Session(
             id=session_id,
             identity=identity,
-            tenant=tenant_of(identity, self.settings.isolation),
+            tenant=self.settings.tenant(identity),
             label=label,
             client_version=client_version,
             connected_s=self.clock(),
@@ -436,12 +436,13 @@ class Service:
             num_left,
         )
 
-    def _status(self, _session: Session, request: requests.Status) -> Reply:
-        return StatusReply(request.request_id, self.epoch, self.snapshot())
+    def _status(self, session: Session, request: requests.Status) -> Reply:
+        viewer = session if self.settings.is_walled(session.identity) else None
+        return StatusReply(request.request_id, self.epoch, status.snapshot(self, viewer))
 
     def _check(self, session: Session, request: requests.Check) -> Reply:
         # It looks at every block there is while all others wait.
-        if session.identity.uid not in self.settings.admin_uids:
+        if not self.settings.is_admin(session.identity):
             raise PermissionRefused("only root and the daemon's own user may have the pools checked")
         self.pools.check_integrity()
         return Done(request.request_id, self.epoch)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvd.block import SessionId
-from kvd.service.identity import Isolation
+from kvd.service.identity import Identity, Isolation, tenant_of
 from kvd.service.pool_rules import PoolRules
 
 
@@ -38,6 +38,8 @@ class ServiceSettings:
     """Set once, from the configuration. Durations in seconds."""
 
     isolation: Isolation = "group"
+    shared_gid: int | None = None
+    """The group that stands for all who may connect, with isolation by group; None goes by each one's primary group."""
     default_wait_s: float = 10.0
     """How long a begin waits for another session's computation when the client names no bound; at most `max_wait_s`."""
     max_wait_s: float = 300.0
@@ -63,6 +65,18 @@ class ServiceSettings:
     """At the start; `Service.set_pool_rules` gives others."""
     warnings: tuple[str, ...] = ()
     """What the start had to settle for (a budget cut to the memory there is, …); shown by every status."""
+
+    def is_admin(self, identity: Identity) -> bool:
+        """Whether this is root or the daemon's own user."""
+        return identity.uid in self.admin_uids
+
+    def tenant(self, identity: Identity) -> str:
+        """The wall a session lives behind."""
+        return tenant_of(identity, self.isolation, self.shared_gid)
+
+    def is_walled(self, identity: Identity) -> bool:
+        """Whether this one may see its own tenant only: not a name, not a count of another's."""
+        return self.isolation == "uid" and not self.is_admin(identity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

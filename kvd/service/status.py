@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvd.service.visibility import of_tenant, tier_warnings
 from kvd.status import ClientStatus, MapStatus, MemoryStatus, Snapshot
 
 if TYPE_CHECKING:
@@ -14,13 +15,18 @@ if TYPE_CHECKING:
     from kvd.service.service import Service
     from kvd.service.sessions import Session
 
+MAX_NAMESPACES = 512
+"""In one snapshot. Clients may open as many as they like, and a reply that names them all would stop the loop."""
 
-def snapshot(service: Service) -> Snapshot:
-    """Everything at one moment; O(pools + namespaces + sessions)."""
+
+def snapshot(service: Service, viewer: Session | None = None) -> Snapshot:
+    """Everything at one moment; O(pools + namespaces + sessions). With `viewer` only what its tenant may see."""
+    tenant = "" if viewer is None else viewer.tenant
     figures = service.server_figures()
     memories = [_memory(service, home) for home in service.homes]
     now_s = service.clock()
-    return Snapshot(
+    namespaces = service.pools.namespace_statuses(tenant=tenant, limit=MAX_NAMESPACES)
+    full = Snapshot(
         version=service.version,
         pid=service.pid,
         epoch=service.epoch,
@@ -29,7 +35,8 @@ def snapshot(service: Service) -> Snapshot:
         memory=memories[0],
         memories=memories,
         pools=service.pools.pool_statuses(),
-        namespaces=service.pools.namespace_statuses(),
+        namespaces=namespaces,
+        num_namespaces_omitted=service.pools.num_namespaces_of(tenant) - len(namespaces),
         clients=[
             _client(service, session, now_s, stalled=session.id in figures.stalled)
             for session in service.sessions.values()
@@ -43,6 +50,7 @@ def snapshot(service: Service) -> Snapshot:
         tiers=[] if service.below is None else service.below.statuses(),
         mover=None if service.below is None else service.below.mover_status(),
     )
+    return full if viewer is None else of_tenant(full, service, viewer)
 
 
 def control_counters(service: Service) -> dict[str, int]:
@@ -144,9 +152,5 @@ def _warnings(service: Service, memories: Sequence[MemoryStatus], num_stalled: i
     if num_stalled:
         found.append(f"{num_stalled} client(s) do not read their replies; `kvd status` marks them stalled.")
     if service.below is not None:
-        found += [
-            f"The {tier.name} tier is {tier.state}, memory serves on: {tier.reason}"
-            for tier in service.below.statuses()
-            if tier.state != "up"
-        ]
+        found += tier_warnings(service.below.statuses())
     return found

@@ -114,7 +114,7 @@ class TierVerbs:
         return list(named)
 
     def _is_admin(self, session: Session) -> bool:
-        return session.identity.uid in self._settings.admin_uids
+        return self._settings.is_admin(session.identity)
 
     def _is_own(self, session: Session, tenant: str) -> bool:
         """Whether everything of the tenant is the session's user's own; in a group's tenant others have a share."""

@@ -146,6 +146,18 @@ def test_cards_show_what_they_are_and_who_maps_them():
     assert "\n                                   lost\n" in text(with_fields(FULL, memories=[lost]))
 
 
+def test_only_the_namespaces_with_most_tokens_are_listed():
+    many = [with_fields(NAMESPACE, model=f"model-{index}", num_sealed=index) for index in range(25)]
+    page = text(with_fields(FULL, namespaces=many, num_namespaces_omitted=1000))
+    assert "... 1,005 more" in page
+    assert page.index("model-24") < page.index("model-5")
+    assert "model-4" not in page
+
+
+def test_a_page_that_is_cut_to_the_asker_says_so():
+    assert "only what is yours (uid:1000)" in text(with_fields(FULL, tenant="uid:1000"))
+
+
 def test_the_session_that_asks_is_left_out():
     assert "no clients" in text(FULL, own_pid=CLIENT.pid)
 

@@ -9,11 +9,12 @@ import time
 
 import pytest
 
-from kvd.protocol.replies import Done, Failed, Reserved
+from kvd.protocol.replies import Begun, Done, Failed, Matched, Reserved
 from kvd.protocol.requests import Begin, Match, Release, Reserve, Status
-from kvd.protocol.session import Goodbye, SegmentGranted
+from kvd.protocol.session import Goodbye, Refused, SegmentGranted, Welcome
 from tests.support.daemon import running_daemon
 from tests.support.raw_client import RawClient, hashes, totals
+from tests.support.unprivileged import as_nobody
 from tests.support.wait import eventually
 
 NUM_REQUESTS = 100_000
@@ -102,6 +103,58 @@ def test_one_session_cannot_reserve_more_than_its_share(tmp_path):  # case B10
         assert {answer.code for answer in answers if isinstance(answer, Failed)} == {"quota-exceeded"}
         assert totals(greedy.status()) == (0, 8 * 256)
         assert len(other.reserve(other.open_cache(), 1000)) == 4000
+
+
+def test_one_user_cannot_take_every_session(tmp_path):  # case B10
+    with (
+        running_daemon(tmp_path, limits={"sessions": 8, "uid_sessions": 2}) as daemon,
+        RawClient(daemon.folder) as one,
+        RawClient(daemon.folder),
+    ):
+        with RawClient(daemon.folder) as third:
+            assert isinstance(third.answer, Refused)
+            assert (third.answer.code, "limits.uid_sessions" in third.answer.message) == ("overloaded", True)
+        assert another_user_is_welcome(daemon)
+        assert one.counter("num_sessions_refused") == 1
+
+
+def another_user_is_welcome(daemon) -> bool:
+    """Whether another user still gets a session; the test opens the doors of the folder for it."""
+    for path in (daemon.folder.parents[1], daemon.folder.parent, daemon.folder):
+        path.chmod(0o755)
+    for path in daemon.folder.glob("*.sock"):
+        path.chmod(0o666)
+
+    def asks() -> bool:
+        with RawClient(daemon.folder, connect=False) as client:
+            return isinstance(client.answer, Welcome)
+
+    return as_nobody(asks)
+
+
+def test_one_user_cannot_have_more_requests_in_flight_than_its_share(tmp_path):  # case B10
+    """Two sessions of one user, each within its credits; what both wait for together is over the user's share."""
+    with (
+        running_daemon(tmp_path, limits={"uid_requests": 3}) as daemon,
+        RawClient(daemon.folder) as writer,
+        RawClient(daemon.folder) as first,
+        RawClient(daemon.folder) as second,
+    ):
+        packed = hashes("wanted")
+        writer.begin(writer.open_cache(), packed, num_blocks=1)  # announced, never sealed
+        caches = [client.open_cache() for client in (first, second)]
+        for client, cache in zip((first, second), caches, strict=True):
+            client.post(Begin, cache, packed, 1, 1, True, 60.0)
+        eventually(lambda: sum(one.num_waiting for one in writer.status().clients) == 2)
+        first.post(Begin, caches[0], packed, 1, 1, True, 60.0)
+        failed = second.ask(Match, caches[1], packed)
+        assert isinstance(failed, Failed)
+        assert (failed.code, "limits.uid_requests" in failed.message) == ("overloaded", True)
+        # Those that wait end with their session, and count no more.
+        first.close()
+        eventually(lambda: isinstance(second.ask(Match, caches[1], packed), Matched))
+        writer.close()
+        assert isinstance(second.receive(), Begun)
 
 
 def test_replies_wait_behind_the_grants_they_need(tmp_path):
