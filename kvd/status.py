@@ -14,7 +14,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolStatus(_Part, frozen=True):
-    """One pool: all segments of one tenant and one block size."""
+    """One pool: all segments of one tenant, one block size and one `[[pools]]` rule."""
 
     pool: int
     tenant: str
@@ -29,10 +29,12 @@ class PoolStatus(_Part, frozen=True):
     """Sealed blocks with at least one reference; the other sealed ones may be evicted."""
     num_references: int
     counters: dict[str, int]
+    name: str = ""
+    """Of the rule it was made for; empty without one."""
 
 
 class NamespaceStatus(_Part, frozen=True):
-    """One namespace that somebody opened since the daemon started."""
+    """One namespace that somebody opened since the daemon started, in one pool: rules may give it several."""
 
     digest: str
     pool: int

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd import __version__
+from kvd.build.pool_rules import pool_rules
 from kvd.build.sizes import Sizes, decide_sizes, session_capacity
 from kvd.build.tiers import LowerTiers, build_tiers
 from kvd.config.schema import Config
@@ -99,6 +100,7 @@ def assemble(
             max_wait_s=config.waits.max_s,
             checksums=config.memory.checksums,
             tiers=_tier_settings(config),
+            pool_rules=pool_rules(config),
             warnings=warnings + tiers.warnings,
         ),
         version=__version__,
@@ -180,8 +182,6 @@ def _mover(tiers: LowerTiers, ready: int, closing: contextlib.ExitStack) -> Move
 def _tier_settings(config: Config) -> TierSettings:
     tiers = config.tiers
     return TierSettings(
-        spill=tiers.spill,
-        after_promote=tiers.after_promote,
         low_watermark=tiers.low_watermark,
         high_watermark=tiers.high_watermark,
         drain_s=tiers.drain_s,

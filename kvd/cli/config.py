@@ -6,10 +6,11 @@ import json
 import os
 
 import click
+import msgspec
 
 from kvd.cli.options import config_options, loaded
 from kvd.cli.render_config import as_toml
-from kvd.config.keys import KEYS
+from kvd.config.keys import KEYS, POOLS
 from kvd.config.load import Loaded, as_flat
 from kvd.errors import TierUnavailable
 
@@ -32,16 +33,17 @@ def _warn_of_ignored(result: Loaded) -> None:
 @click.option("--json", "as_json", is_flag=True, help='An object: key -> {"value", "origin"}; sizes in bytes.')
 def show(config_path: str | None, as_json: bool, **options: object) -> None:
     """Print every value and where it came from, as a TOML file that gives the same configuration."""
-    result, _path = loaded(config_path, options)
+    result, path = loaded(config_path, options)
     _warn_of_ignored(result)
     if as_json:
         values = {
             name: KEYS[name].format(value) if KEYS[name].is_secret else value
             for name, value in as_flat(result.config).items()
         }
-        click.echo(
-            json.dumps({name: {"value": values[name], "origin": result.origin[name]} for name in KEYS}, indent=2)
-        )
+        shown: dict[str, object] = {name: {"value": values[name], "origin": result.origin[name]} for name in KEYS}
+        rules = msgspec.to_builtins(result.config.pools)
+        shown[POOLS] = {"value": rules, "origin": f"file {path}" if rules else "default"}
+        click.echo(json.dumps(shown, indent=2))
     else:
         click.echo(as_toml(result), nl=False)
 
@@ -65,4 +67,6 @@ def check(config_path: str | None, **options: object) -> None:
         # Something is not installed here; the configuration may be right for all that.
         click.echo(f"kvd: no Redis tier: {error}", err=True)
     given = sum(origin != "default" for origin in result.origin.values())
-    click.echo(f"{path or 'no configuration file'}: right, {given} of {len(KEYS)} keys set")
+    num_rules = len(result.config.pools)
+    rules = f", {num_rules} pool rule{'s'[: num_rules > 1]}" if num_rules else ""
+    click.echo(f"{path or 'no configuration file'}: right, {given} of {len(KEYS)} keys set{rules}")

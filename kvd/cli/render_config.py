@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 
-from kvd.config.keys import KEYS, Key
+import msgspec
+
+from kvd.config.keys import KEYS, POOLS, Key
 from kvd.config.load import Loaded, as_flat
+from kvd.config.pool_rule import PoolRule
 
 
 def _toml_value(key: Key, value: object) -> str:
     if isinstance(value, bool) or (isinstance(value, int | float) and not key.is_size) or value == 0:
         return key.format(value)
+    return _toml_text(key.format(value))
+
+
+def _toml_text(value: object) -> str:
+    """A text, a number or a list of them."""
     # A JSON string is a TOML basic string once DEL is escaped too, which JSON leaves as it is.
-    return json.dumps(key.format(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _pool_table(rule: PoolRule) -> list[str]:
+    values = msgspec.to_builtins(rule)
+    return ["", f"[[{POOLS}]]", *(f"{name} = {_toml_text(value)}" for name, value in values.items())]
 
 
 def as_toml(loaded: Loaded) -> str:
@@ -31,4 +44,6 @@ def as_toml(loaded: Loaded) -> str:
             lines += ["", f"[{section}]"]
         is_cut = key.is_secret and key.format(flat[name]) != flat[name]
         lines.append(f"{pairs[name]:<{width}}  # {loaded.origin[name]}" + (", password not shown" if is_cut else ""))
+    for rule in loaded.config.pools:
+        lines += _pool_table(rule)
     return "\n".join(lines) + "\n"

@@ -65,7 +65,7 @@ def _memory(memory: MemoryStatus) -> RenderableType:
 def _pools(pools: list[PoolStatus]) -> RenderableType:
     table = plain_table(
         ("pool", "r"), ("block", "r"), ("segments", "r"), ("in use", "r"), ("cached", "r"), ("free", "r"),
-        ("evicted", "r"), ("tenant", "rest"),
+        ("evicted", "r"), ("tenant, rule" if any(pool.name for pool in pools) else "tenant", "rest"),
     )  # fmt: skip
     for pool in pools:
         in_use = pool.num_referenced + pool.num_reserved + pool.num_filling
@@ -78,7 +78,7 @@ def _pools(pools: list[PoolStatus]) -> RenderableType:
             count(pool.num_sealed - pool.num_referenced),
             count(pool.num_free),
             count(pool.counters.get("evictions", 0)),
-            Text(printable(pool.tenant)),
+            Text(printable(", ".join(filter(None, (pool.tenant, pool.name))))),
         )
     return table
 

@@ -11,11 +11,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from kvd.config.schema import SECONDS, SIZE, TEXT, Config
+from kvd.config.pool_rule import TEXT, PoolRule
+from kvd.config.schema import SECONDS, SIZE, Config
 from kvd.config.secrets import redacted
 from kvd.config.sizes import format_size
 
 ENVIRONMENT_PREFIX = "KVD_"
+
+POOLS = "pools"
+"""The tables of a file that are a list, and no section: their keys are `POOL_KEYS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,7 @@ def _kind(hint: Any, is_size: bool, unit: object, choices: tuple[str, ...], text
         words.append(f"{noun} from {'0' if low == 0 else show(low)} to {show(high)}")
     if bool in members:
         words.append("true or false")
-    if str in members:
+    if str in members or any(get_origin(member) is tuple for member in members):
         words.append(text)
     if choices:
         listed = ", ".join(choices)
@@ -137,6 +141,8 @@ def _keys_of(struct: type[msgspec.Struct], section: str) -> list[Key]:
     found: list[Key] = []
     for field in msgspec.structs.fields(struct):
         hint = hints[field.name]
+        if section == "" and field.name == POOLS:
+            continue
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
             found += _keys_of(hint, f"{section}.{field.name}" if section else field.name)
         else:
@@ -146,6 +152,9 @@ def _keys_of(struct: type[msgspec.Struct], section: str) -> list[Key]:
 
 KEYS: dict[str, Key] = {key.name: key for key in _keys_of(Config, "")}
 """Dotted name -> key, in the order of the schema."""
+
+POOL_KEYS: dict[str, Key] = {key.field: key for key in _keys_of(PoolRule, POOLS)}
+"""What a `[[pools]]` table may have, by field; these have no variable and no flag."""
 
 SECTIONS: tuple[str, ...] = tuple(dict.fromkeys(key.section for key in KEYS.values() if key.section))
 

@@ -18,8 +18,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from kvd.config.keys import ENVIRONMENT_PREFIX, KEYS, SECTIONS, Key, nearest
+from kvd.config.keys import ENVIRONMENT_PREFIX, KEYS, POOLS, SECTIONS, Key, nearest
 from kvd.config.paths import runtime_dir
+from kvd.config.pool_rule import PoolRule
+from kvd.config.read_pools import read_pools
 from kvd.config.schema import Config
 from kvd.config.sizes import format_size, parse_size
 from kvd.errors import ConfigError
@@ -39,7 +41,7 @@ class Loaded:
 
     config: Config
     origin: dict[str, str]
-    """Dotted name -> "default", "file PATH", "environment VARIABLE" or "flag --FLAG"."""
+    """Dotted name -> "default", "file PATH", "environment VARIABLE" or "flag --FLAG". `[[pools]]` are the file's."""
     ignored_environment: tuple[str, ...] = ()
 
 
@@ -56,10 +58,13 @@ def load(
     """
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}
+    pools: tuple[PoolRule, ...] = ()
     origin = dict.fromkeys(KEYS, "default")
 
     if path is not None:
-        for key, value in _read_file(Path(path)):
+        tables = _read_file(Path(path))
+        pools = read_pools(tables.pop(POOLS, []), f"file {path}")
+        for key, value in _keys_of(tables, "", Path(path)):
             origin[key.name] = f"file {path}"
             values[key.name] = _checked(key, value, origin[key.name], is_text=False)
     variables, ignored = _read_environment(environ)
@@ -78,7 +83,7 @@ def load(
     for name in ("tiers.redis.persistence", "tiers.redis.password_file"):
         if path_text := values.get(name):
             values[name] = str(Path.cwd() / Path(str(path_text)).expanduser())
-    config = msgspec.convert(_nested(values), Config)
+    config = structs.replace(msgspec.convert(_nested(values), Config), pools=pools)
     if config.waits.default_s > config.waits.max_s and origin["waits.default_s"] == "default":
         # Whoever sets only the bound does not contradict himself.
         config = structs.replace(config, waits=structs.replace(config.waits, default_s=config.waits.max_s))
@@ -92,14 +97,13 @@ def as_flat(config: Config) -> dict[str, object]:
     return {name: attrgetter(name)(config) for name in KEYS}
 
 
-def _read_file(path: Path) -> list[tuple[Key, object]]:
+def _read_file(path: Path) -> dict[str, object]:
     try:
-        tables = tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    return _keys_of(tables, "", path)
 
 
 def _keys_of(table: Mapping[str, object], section: str, path: Path) -> list[tuple[Key, object]]:
@@ -138,7 +142,7 @@ def _known(name: str, where: str, *, is_table: bool = False) -> Key:
     if name in KEYS:
         return KEYS[name]
     kind = "table" if is_table else "key"
-    alike = nearest(name, SECTIONS if is_table else KEYS)
+    alike = nearest(name, (*(SECTIONS if is_table else KEYS), POOLS))
     if alike is None and not is_table:
         # A field without its section ("budget") is nearest to the key that ends in it.
         alike = next((known for known in KEYS if known.endswith(f".{name.rpartition('.')[2]}")), None)

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd.block import PAGE_NBYTES
+from kvd.config.pool_rule import TEXT, AfterPromote, PoolRule, SpillPolicy
 
 SIZE = {"unit": "bytes"}
 """Marks a field whose text value is a size (`kvd.config.sizes`)."""
@@ -19,9 +20,6 @@ SECONDS = {"unit": "seconds"}
 
 SECRET = {"secret": True}
 """Marks a text that may hold a password: it is shown by `kvd.config.secrets.redacted` only."""
-
-TEXT = "text"
-"""Key of a `Meta.extra` that says in words which text a field takes."""
 
 MAX_BUDGET_NBYTES = 1 << 50
 
@@ -193,14 +191,14 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     """Where blocks live that fall out of the pools, and when they are copied there."""
 
     spill: Annotated[
-        Literal["on_evict", "write_through", "on_second_hit"],
+        SpillPolicy,
         Meta(
             description="on_evict copies the coldest blocks down before they must go, write_through each block as soon "
             "as it is sealed, on_second_hit blocks that were found twice."
         ),
     ] = "on_evict"
     after_promote: Annotated[
-        Literal["retain", "drop"], Meta(description="Whether the lower copy stays when a block comes back up.")
+        AfterPromote, Meta(description="Whether the lower copy stays when a block comes back up.")
     ] = "retain"
     low_watermark: Annotated[
         Fraction,
@@ -244,4 +242,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     waits: Waits = Waits()
     tiers: Tiers = Tiers()
+    pools: tuple[PoolRule, ...] = ()
+    """The `[[pools]]` tables of the file, which have no variable and no flag; checked by `kvd.config.read_pools`."""
     log: Log = Log()

@@ -4,7 +4,8 @@
 |-----------------|----------------------------------------------------------------------------------------------|
 | SIGTERM, SIGINT | clean stop: every client told, blocks copied to tiers that outlive the daemon (tiers.drain_s |
 |                 | at most), the embedded server stopped, sockets and lock removed, exit code 0                 |
-| SIGHUP          | the configuration is read again; of it, log.level takes effect, the rest at the next start   |
+| SIGHUP          | the configuration is read again; of it, log.level, tiers.spill, tiers.after_promote and      |
+|                 | [[pools]] take effect, the rest at the next start                                            |
 """
 
 from kvd.daemon.serve import serve

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvd import __version__
-from kvd.build import assemble
+from kvd.build import Assembly, assemble, pool_rules
 from kvd.config.schema import Config
 from kvd.daemon.folder import LOCK_FILE, access_of_group, locked_folder, prepare_folder
 from kvd.daemon.presence import FolderWatch
@@ -28,7 +28,7 @@ from kvd.errors import KvdError
 from kvd.protocol.control_page import DaemonState
 from kvd.protocol.session import REQUEST_SOCKET, SESSION_SOCKET
 from kvd.server.endpoints import check_socket_path
-from kvd.server.server import Server
+from kvd.service import Service
 from kvd.systemd import Notifier
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def _serve(config: Config, reload: Callable[[], Config] | None) -> None:
 
         daemon = assemble(config, access, closing, on_heartbeat=on_heartbeat, on_used=GrowthFreezer().look)
         folder_watch.begin([folder / name for name in (LOCK_FILE, SESSION_SOCKET, REQUEST_SOCKET)])
-        daemon.server.watch_descriptor(signals.fileno(), lambda: _on_signals(signals, daemon.server, reload))
+        daemon.server.watch_descriptor(signals.fileno(), lambda: _on_signals(signals, daemon, reload))
         calm_garbage_collector()
         daemon.control_page.write(DaemonState.SERVING)
         _log.info(
@@ -90,25 +90,34 @@ def _serve(config: Config, reload: Callable[[], Config] | None) -> None:
     _log.info("stopped")
 
 
-def _on_signals(signals: Signals, server: Server, reload: Callable[[], Config] | None) -> None:
+def _on_signals(signals: Signals, daemon: Assembly, reload: Callable[[], Config] | None) -> None:
     for number in signals.take():
         if number in {signal.SIGTERM, signal.SIGINT}:
-            server.stop()
+            daemon.server.stop()
         elif number == signal.SIGHUP:
-            _reload(reload)
+            _reload(reload, daemon.service)
 
 
-def _reload(reload: Callable[[], Config] | None) -> None:
+def _reload(reload: Callable[[], Config] | None, service: Service) -> None:
     if reload is None:
         _log.info("SIGHUP: there is no configuration file to read again")
         return
     try:
-        level = reload().log.level
+        config = reload()
+        rules = pool_rules(config)
     except KvdError as error:
         _log.warning("SIGHUP: the configuration was not taken over: %s", error)
         return
-    logging.getLogger().setLevel(level.upper())
-    _log.info("SIGHUP: log.level is %s now; everything else takes effect at the next start", level)
+    logging.getLogger().setLevel(config.log.level.upper())
+    service.set_pool_rules(rules)
+    _log.info(
+        "SIGHUP: log.level is %s now, %d pool rules hold, tiers.spill is %s and tiers.after_promote %s; everything "
+        "else takes effect at the next start",
+        config.log.level,
+        len(rules.rules),
+        rules.default.spill,
+        rules.default.after_promote,
+    )
 
 
 def _watchdog(notifier: Notifier) -> Callable[[], None]:

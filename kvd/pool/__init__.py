@@ -8,7 +8,7 @@ then takes effect, or raises with nothing changed (evictions that made room for 
 
     pools = Pools(budget_nbytes=…, segment_nbytes=…, floor_segments=1, session_quota_nbytes=None, uid_quota_nbytes=None)
     pools.open_session(session, uid); pools.end_session(session)      everything it held goes back, in all pools
-    pool = pools.pool(tenant, block_nbytes)                           made on demand
+    pool = pools.pool(tenant, block_nbytes, name="")                  made on demand
     pools.set_budget(nbytes); pools.growth_failed(pool_id, reason); pools.memory_retry()
     pools.num_segments_room                                           segments the budget could still give
     pools.take_dropped(); pools.take_woken()                          drain after every call below
@@ -16,9 +16,9 @@ then takes effect, or raises with nothing changed (evictions that made room for 
     pools.num_namespaces; pools.forget_namespaces(in_use) -> those that nobody needs any more
     pools.usage() -> BudgetUsage; pools.pool_statuses(); pools.namespace_statuses(); pools.check_integrity()
 
-`Pool` is all segments of one tenant and one block size; `namespace` is what `Pool.namespace(digest, …)` returned:
+`Pool` is all segments of one tenant, block size and name; `namespace` is what `Pool.namespace(digest, …)` returned:
 
-    pool.pool_id, pool.tenant, pool.block_nbytes, pool.blocks_per_segment
+    pool.pool_id, pool.tenant, pool.block_nbytes, pool.name, pool.blocks_per_segment
     pool.add_segment() -> SegmentId                                   OutOfBlocks when the budget has no room any more
     pool.begin(session, namespace, hashes, max_cached=, num_blocks=, announce=, may_wait=,
                ask_below=False) -> Begun | WaitFor | AskBelow | Grow

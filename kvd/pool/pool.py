@@ -21,7 +21,7 @@ from kvd.pool.transfers import Transfers
 
 
 class Pool(Exchange):
-    """All segments of one tenant and one block size. Made by `Pools.pool`; loop thread only.
+    """All segments of one tenant, block size and name. Made by `Pools.pool`; loop thread only.
 
     No verb leaves half an effect behind. Where memory runs short, in this order: free blocks; `Grow` when the budget
     has room, perhaps after another pool's colder segment went; evicting our own idle blocks; `OutOfBlocks`.
@@ -32,6 +32,7 @@ class Pool(Exchange):
         *,
         tenant: str,
         block_nbytes: int,
+        name: str,
         store: BlockStore,
         budget: Budget,
         sessions: Sessions,
@@ -40,6 +41,8 @@ class Pool(Exchange):
         self.pool_id = store.pool_id
         self.tenant = tenant
         self.block_nbytes = block_nbytes
+        self.name = name
+        """Of the rule it was made for; "" without one."""
         self.blocks_per_segment = store.blocks_per_segment
         self.store = store
         self.budget = budget

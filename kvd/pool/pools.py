@@ -48,7 +48,7 @@ class Pools:
         self._woken: list[tuple[int, ChainHash]] = []
         self._pools: list[Pool] = []
         """By pool id."""
-        self._by_shape: dict[tuple[str, int], Pool] = {}
+        self._by_shape: dict[tuple[str, int, str], Pool] = {}
 
     def open_session(self, session: SessionId, uid: int) -> None:
         """A session begins. `uid` is the kernel's word."""
@@ -61,12 +61,14 @@ class Pools:
             self._pools[pool_id].end_lease(record)
         self._sessions.close(record)
 
-    def pool(self, tenant: str, block_nbytes: int) -> Pool:
-        """The tenant's pool of that block size, made on demand without memory.
+    def pool(self, tenant: str, block_nbytes: int, name: str = "") -> Pool:
+        """The tenant's pool of that block size and name, made on demand without memory.
+
+        Pools of different names keep apart what one would hold together: a namespace may have blocks in several.
 
         Raises `InvalidLayout` when a block is not whole pages or larger than a segment.
         """
-        found = self._by_shape.get((tenant, block_nbytes))
+        found = self._by_shape.get((tenant, block_nbytes, name))
         if found is not None:
             return found
         if block_nbytes <= 0 or block_nbytes % PAGE_NBYTES:
@@ -79,6 +81,7 @@ class Pools:
         found = Pool(
             tenant=tenant,
             block_nbytes=block_nbytes,
+            name=name,
             store=store,
             budget=self._budget,
             sessions=self._sessions,
@@ -86,7 +89,7 @@ class Pools:
         )
         self._budget.stores.append(store)
         self._pools.append(found)
-        self._by_shape[tenant, block_nbytes] = found
+        self._by_shape[tenant, block_nbytes, name] = found
         return found
 
     @property
@@ -164,8 +167,9 @@ class Pools:
         return sum(len(pool.namespaces) for pool in self._pools if tenant in {"", pool.tenant})
 
     def forget_namespaces(self, in_use: Container[NamespaceDigest]) -> list[NamespaceDigest]:
-        """Those nobody uses and no block is of; see `Pool.forget_namespaces`. O(namespaces)."""
-        return [digest for pool in self._pools for digest in pool.forget_namespaces(in_use)]
+        """Those that no pool knows any more: nobody uses them and no block is of them. O(namespaces)."""
+        forgotten = {digest for pool in self._pools for digest in pool.forget_namespaces(in_use)}
+        return list(forgotten.difference(*(pool.namespaces for pool in self._pools)))
 
     def pool_statuses(self) -> list[PoolStatus]:
         """One per pool, by id."""
@@ -212,6 +216,7 @@ def _pool_status(pool: Pool) -> PoolStatus:
     return PoolStatus(
         pool=pool.pool_id,
         tenant=pool.tenant,
+        name=pool.name,
         block_nbytes=pool.block_nbytes,
         num_segments=len(store.segments),
         num_segments_retiring=sum(s.state is SegmentState.RETIRING for s in store.segments.values()),

@@ -19,6 +19,7 @@ pools and the tiers below; the service says when, and what to tell whom. What it
     service.server_figures = Callable[[], ServerFigures]          the server's counters and stalled sessions, for status
     service.snapshot() -> kvd.status.Snapshot; service.control_counters() -> what the control page counts
     service.set_budget(nbytes)            of pools and stock
+    service.set_pool_rules(rules)         a reload of what differs from pool to pool
     service.close()                       lets go of every segment; the stock is closed by whoever made it
 
 A reply may come much later than its request (a begin that waits, memory that is being made), or never when the session

@@ -13,6 +13,7 @@ from kvd.pool import Pool, Pools
 from kvd.service.attempts import Attempt, BeginAttempt
 from kvd.service.flushing import Flushing
 from kvd.service.lineage import Lineage, Lineages
+from kvd.service.pool_rules import PoolPolicy
 from kvd.service.progress import Progress
 from kvd.service.promotion import Promotions
 from kvd.service.segments import SegmentTable
@@ -36,12 +37,14 @@ class Below:
         table: SegmentTable,
         progress: Progress,
         settings: TierSettings,
+        policy_of: Callable[[Pool], PoolPolicy],
         clock: Callable[[], float],
     ) -> None:
         self._mover = mover
         self._pools = pools
         self._progress = progress
         self._settings = settings
+        self._policy_of = policy_of
         self._clock = clock
         self._numbers = itertools.count(-1, -1)  # never one of a promotion's
         self._learning: dict[NamespaceDigest, int] = {}
@@ -58,7 +61,7 @@ class Below:
             table=table,
             grow=progress.grow,
             resume=progress.answered_below,
-            drop_below=settings.after_promote == "drop",
+            drops_below=lambda pool: policy_of(pool).after_promote == "drop",
         )
         self.flushing = Flushing(mover, self.lineages, lambda: pools.all)
         self.spilling = Spilling(
@@ -67,6 +70,7 @@ class Below:
             table=table,
             pools=lambda: pools.all,
             settings=settings,
+            policy_of=policy_of,
             clock=clock,
             on_stale=self.flushing.stale,
         )
@@ -171,7 +175,7 @@ class Below:
         """A request took blocks."""
         pool = attempt.cache.pool
         if isinstance(attempt, BeginAttempt):
-            num_cached = pool.match(attempt.wanted) if self._settings.spill == "on_second_hit" else 0
+            num_cached = pool.match(attempt.wanted) if self._policy_of(pool).spill == "on_second_hit" else 0
             self.spilling.found(pool, attempt.cache.digest, attempt.wanted[:num_cached])
         self.spilling.look_at(pool)
 
@@ -182,7 +186,8 @@ class Below:
         number = self._learning.pop(lineage.digest, None)
         if number is not None:
             self._progress.answered_below(number)
-        self.spilling.look_at(lineage.pool)
+        for pool in lineage.pools:
+            self.spilling.look_at(pool)
 
 
 class Reach:

@@ -77,7 +77,7 @@ class Flushing:
             self._mover.submit([Flush(lineage.digest, unknown, lambda job: self._told(lineage, job), levels=others)])
 
     def _forget_flushed(self, lineage: Lineage) -> None:
-        num_blocks = lineage.pool.drop_namespaces((lineage.digest,))
+        num_blocks = sum(pool.drop_namespaces((lineage.digest,)) for pool in lineage.pools)
         if num_blocks:
             _log.info("namespace %s was flushed elsewhere: %d blocks dropped", lineage.digest.hex()[:16], num_blocks)
 

@@ -23,12 +23,13 @@ class Lineage:
         "last_known",
         "num_flushes",
         "num_flushing",
-        "pool",
+        "pools",
         "was_learnt",
     )
 
-    def __init__(self, pool: Pool, digest: NamespaceDigest, itemsize: int, unknown: Generations) -> None:
-        self.pool = pool
+    def __init__(self, digest: NamespaceDigest, itemsize: int, unknown: Generations) -> None:
+        self.pools: list[Pool] = []
+        """Those it was opened in; several where pool rules tell its users apart."""
         self.digest = digest
         self.itemsize = itemsize
         """Bytes of one number of its KV, which helps the codecs."""
@@ -93,11 +94,13 @@ class Lineages:
         self._by_digest: dict[NamespaceDigest, Lineage] = {}
 
     def open(self, pool: Pool, digest: NamespaceDigest, itemsize: int) -> Lineage:
-        """The namespace is used from now on; the first time, its generations are asked."""
+        """The namespace is used in that pool from now on; the first time, its generations are asked."""
         found = self._by_digest.get(digest)
         if found is None:
-            found = self._by_digest[digest] = Lineage(pool, digest, itemsize, self._mover.stack.unknown)
+            found = self._by_digest[digest] = Lineage(digest, itemsize, self._mover.stack.unknown)
             self.learn(found)
+        if pool not in found.pools:
+            found.pools.append(pool)
         return found
 
     def get(self, digest: NamespaceDigest) -> Lineage | None:

@@ -68,7 +68,8 @@ class Promotions:
     """All that are under way. Loop thread only.
 
     `grow(pool)` gets one more segment for a pool, now, later (then `memory_ready` is called), or not at all.
-    `resume(number)` lets the begin that waits for a promotion go on.
+    `resume(number)` lets the begin that waits for a promotion go on. `drops_below(pool)`: whether the lower copy of
+    what came up into that pool goes.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class Promotions:
         table: SegmentTable,
         grow: Callable[[Pool], Grown],
         resume: Callable[[int], None],
-        drop_below: bool,
+        drops_below: Callable[[Pool], bool],
     ) -> None:
         self._mover = mover
         self._lineages = lineages
         self._table = table
         self._grow = grow
         self._resume = resume
-        self._drop_below = drop_below
+        self._drops_below = drops_below
         self._numbers = itertools.count(1)
         self._open: dict[int, Promotion] = {}
         self._by_hash: dict[tuple[int, ChainHash], Promotion] = {}
@@ -206,7 +207,7 @@ class Promotions:
             self._table.view(cache.pool, ticket.block),
             on_done,
             wanted=promotion.waited_for,
-            drop_below=self._drop_below,
+            drop_below=self._drops_below(cache.pool),
         )
         promotion.fills[ticket.generation] = job
         self._by_hash[cache.pool.pool_id, ticket.hash] = promotion

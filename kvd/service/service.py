@@ -23,6 +23,7 @@ from kvd.service.below import Below
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
 from kvd.service.identity import Identity
 from kvd.service.outbox import Outgoing, SendReply
+from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
 from kvd.service.segments import SegmentTable, Stock
 from kvd.service.sessions import Session
@@ -62,6 +63,7 @@ class Service:
         self.settings = settings or ServiceSettings()
         self.version, self.pid, self.runtime_dir = version, pid, runtime_dir
         self.clock = clock
+        self.pool_rules = self.settings.pool_rules
         self.started_s = clock()
         self.counters: Counter[str] = Counter(requests=0, late_requests=0, failed_requests=0, failed_releases=0)
         self.sessions: dict[SessionId, Session] = {}
@@ -87,6 +89,7 @@ class Service:
                 table=self._table,
                 progress=self._progress,
                 settings=self.settings.tiers,
+                policy_of=lambda pool: self.pool_rules.policy(pool.name),
                 clock=clock,
             )
         tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
@@ -194,6 +197,12 @@ class Service:
         self._progress.blocks_came_back = True
         self._progress.settle()
 
+    def set_pool_rules(self, pool_rules: PoolRules) -> None:
+        """From now on: pools follow the rule of their name; caches that are open stay in the pools they have."""
+        self.pool_rules = pool_rules
+        self._blocks_moved(*self.pools.all)
+        self._progress.settle()
+
     def snapshot(self) -> Snapshot:
         """Everything at one moment."""
         return status.snapshot(self)
@@ -233,7 +242,8 @@ class Service:
         cache = session.cache_of(digest)
         if cache is None:
             session.check_may_open(self.settings.max_caches_per_session)
-            pool = self.pools.pool(session.tenant, layout.block_nbytes)
+            name = self.pool_rules.name_for(model=request.model, engine=request.engine, uid=session.identity.uid)
+            pool = self.pools.pool(session.tenant, layout.block_nbytes, name)
             counters = pool.namespace(
                 digest,
                 model=request.model,

@@ -5,24 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kvd.block import SessionId
 from kvd.service.identity import Identity, Isolation, tenant_of
-
-SpillPolicy = Literal["on_evict", "write_through", "on_second_hit"]
-AfterPromote = Literal["retain", "drop"]
+from kvd.service.pool_rules import PoolRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
     """How blocks move between the pools and the tiers below. Watermarks are fractions of a pool's capacity."""
 
-    spill: SpillPolicy = "on_evict"
-    """on_evict copies the coldest blocks down before they must go; write_through every block as soon as it is sealed;
-    on_second_hit what two begins have found resident."""
-    after_promote: AfterPromote = "retain"
-    """Whether the lower copy stays when a block came up."""
     low_watermark: float = 0.10
     """Spilling starts when less than this can be allocated without losing a block."""
     high_watermark: float = 0.20
@@ -63,6 +55,8 @@ class ServiceSettings:
     """Whether checksums given at a seal are kept and handed back."""
     tiers: TierSettings = field(default_factory=TierSettings)
     """Matters only where there is a tier below."""
+    pool_rules: PoolRules = field(default_factory=PoolRules)
+    """At the start; `Service.set_pool_rules` gives others."""
     warnings: tuple[str, ...] = ()
     """What the start had to settle for (a budget cut to the memory there is, …); shown by every status."""
 

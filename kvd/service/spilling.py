@@ -12,6 +12,7 @@ from kvd.errors import BlockCorrupt, StaleGeneration
 from kvd.mover import Mover, Spill
 from kvd.pool import Pool
 from kvd.service.lineage import Lineages
+from kvd.service.pool_rules import PoolPolicy
 from kvd.service.segments import SegmentTable
 from kvd.service.settings import TierSettings
 from kvd.tiers.base import TierKey
@@ -56,6 +57,7 @@ class Spilling:
         table: SegmentTable,
         pools: Callable[[], Iterable[Pool]],
         settings: TierSettings,
+        policy_of: Callable[[Pool], PoolPolicy],
         clock: Callable[[], float],
         on_stale: Callable[[NamespaceDigest, bool], None],
     ) -> None:
@@ -64,6 +66,7 @@ class Spilling:
         self._table = table
         self._pools = pools
         self._settings = settings
+        self._policy_of = policy_of
         self._clock = clock
         self._on_stale = on_stale
         self._shelves: dict[int, _Shelf] = {}
@@ -78,13 +81,13 @@ class Spilling:
 
     def sealed(self, pool: Pool, namespace: NamespaceDigest, hashes: Iterable[ChainHash]) -> None:
         """Blocks were sealed."""
-        if self._settings.spill == "write_through":
+        if self._policy_of(pool).spill == "write_through":
             self._shelf(pool).backlog.extend(TierKey(namespace, one) for one in hashes)
         self.look_at(pool)
 
     def found(self, pool: Pool, namespace: NamespaceDigest, hashes: Sequence[ChainHash]) -> None:
         """A begin found these blocks resident."""
-        if self._settings.spill != "on_second_hit" or not hashes:
+        if self._policy_of(pool).spill != "on_second_hit" or not hashes:
             return
         shelf = self._shelf(pool)
         for chain_hash in hashes:
@@ -105,7 +108,9 @@ class Spilling:
         """After whatever may have made blocks scarce, or idle: begins the copies that are due. O(1) if none are."""
         shelf = self._shelves.get(pool.pool_id) or self._shelf(pool)
         num_attainable = pool.num_attainable
-        if self._settings.spill != "on_second_hit":
+        if self._policy_of(pool).spill == "on_second_hit":
+            shelf.is_short = False
+        else:
             num_expendable = pool.num_expendable
             if shelf.is_short:
                 shelf.is_short = num_expendable < self._settings.high_watermark * num_attainable
@@ -253,7 +258,7 @@ class Spilling:
                 self._on_stale(job.ticket.namespace, error.cause == "flushed")
         elif error is not None and not job.cancelled:
             self._rest_until_s = self._clock() + self._settings.retry_s
-        if error is not None and self._settings.spill != "on_evict" and not isinstance(error, BlockCorrupt):
+        if error is not None and self._policy_of(pool).spill != "on_evict" and not isinstance(error, BlockCorrupt):
             self._shelf(pool).backlog.appendleft(job.key)  # or it would wait for the watermarks
         if not job.cancelled:
             self.look_at(pool)

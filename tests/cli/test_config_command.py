@@ -38,7 +38,8 @@ def test_what_is_shown_is_a_file_of_the_same_configuration(run, tmp_path):
 
 def test_show_json_has_every_key(run):
     values = json.loads(run("config", "show", "--json", "--limits-credits", "3").stdout)
-    assert list(values) == list(KEYS)
+    assert list(values) == [*KEYS, "pools"]
+    assert values["pools"] == {"value": [], "origin": "default"}
     assert values["limits.credits"] == {"value": 3, "origin": "flag --limits-credits"}
 
 
@@ -48,6 +49,22 @@ def test_the_personal_file_is_found(run, tmp_path):
     path.write_text("[limits]\ncredits = 5\n")
     assert f"credits = 5               # file {path}" in run("config", "show").stdout
     assert run("config", "check").stdout == f"{path}: right, 1 of {len(KEYS)} keys set\n"
+
+
+def test_pool_rules_are_shown_as_they_were_written(run, tmp_path):
+    path = tmp_path / "kvd.toml"
+    path.write_text(
+        '[tiers]\nspill = "write_through"\n[[pools]]\nname = "a"\nmodels = ["x\\u007f*", "y"]\nusers = ["root", 7]\n'
+        'after_promote = "drop"\n[[pools]]\nname = "rest"\n'
+    )
+    shown = run("config", "show", "--config", str(path))
+    (again := tmp_path / "shown.toml").write_text(shown.stdout)
+    assert load(again, {}).config == load(path, {}).config
+    values = json.loads(run("config", "show", "--json", "--config", str(path)).stdout)
+    assert values["pools"]["value"][1] == {"name": "rest"}
+    assert values["pools"]["origin"] == f"file {path}"
+    check = run("config", "check", "--config", str(path)).stdout
+    assert check == f"{path}: right, 1 of {len(KEYS)} keys set, 2 pool rules\n"
 
 
 def test_check_without_a_file(run):

@@ -95,6 +95,13 @@ def test_a_page_that_is_cut_to_the_asker_says_so():
     assert "only what is yours (uid:1000)" in text(with_fields(FULL, tenant="uid:1000"))
 
 
+def test_a_pool_of_a_rule_shows_its_name():
+    page = text(with_fields(FULL, pools=[POOL, with_fields(POOL, pool=1, name="agents")]))
+    assert "evicted  tenant, rule\n" in page
+    assert "12,345  group:kvd\n" in page
+    assert "12,345  group:kvd, agents\n" in page
+
+
 def test_the_session_that_asks_is_left_out():
     assert "no clients" in text(FULL, own_pid=CLIENT.pid)
 

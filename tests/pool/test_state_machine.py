@@ -30,6 +30,8 @@ MIN_STEPS = 10_000
 ANY = st.integers(0, 1 << 16)
 """Picks from whatever list there is, modulo its length."""
 PATHS = st.text("01", min_size=1, max_size=5)
+NUM_POOLS = 3
+POOL_IDS = st.sampled_from([0, 0, 1, 2])
 FEW = st.integers(0, 3)
 MOSTLY = st.sampled_from([True, True, True, False])
 GRANT = st.sampled_from([True] * 15 + [False])
@@ -76,8 +78,8 @@ class PoolMachine(RuleBasedStateMachine):
             segment_nbytes=SEGMENT, num_segments=3, floor=1, session_quota=SESSION_QUOTA, uid_quota=UID_QUOTA
         )
         self.real: list[Pool] = []
-        for tenant, block_nbytes in (("one", BLOCK), ("two", 2 * BLOCK)):
-            pool = self.pools.pool(tenant, block_nbytes)
+        for tenant, block_nbytes, name in (("one", BLOCK, ""), ("two", 2 * BLOCK, ""), ("one", BLOCK, "named")):
+            pool = self.pools.pool(tenant, block_nbytes, name)
             self.real.append(pool)
             self.model.pools.append(ModelPool(pool.pool_id, block_nbytes, pool.blocks_per_segment))
         self.namespaces = [NamespaceDigest(digest("namespace", name)) for name in "AB"]
@@ -127,8 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
             model.reclaimed(pool, other, dropped.segment_id)
         assert 1 <= grow.num_segments <= model.room
         assert (grow.num_segments - 1) * pool.per_segment < missing
-        assert not self.gone(0)
-        assert not self.gone(1)
+        assert not any(self.gone(pool_id) for pool_id in range(NUM_POOLS))
         if grant:
             for _ in range(grow.num_segments):
                 model.add_segment(pool, self.real[pool.pool_id].add_segment())
@@ -150,7 +151,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(
         who=ANY,
-        pool_id=st.integers(0, 1),
+        pool_id=POOL_IDS,
         namespace=NAMESPACE,
         path=PATHS,
         extra=st.sampled_from([0, 0, 0, 1, 2]),
@@ -317,8 +318,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     # case B3
     def ask_for_what_is_not_held(self, which: int, blocks: list[int]) -> None:
-        pool_id = which % 2
-        session, real = self.pick_session(which // 2), self.real[pool_id]
+        pool_id = which % NUM_POOLS
+        session, real = self.pick_session(which // NUM_POOLS), self.real[pool_id]
         record, named = self.model.sessions[session], [BlockId(block) for block in blocks]
         if any(named.count(block) > record.refs[pool_id, block] for block in named):
             try:
@@ -348,7 +349,7 @@ class PoolMachine(RuleBasedStateMachine):
         if what == "budget":
             self.set_budget(num_segments)
         elif what == "flush":
-            pool_id, namespace = which % 2, self.namespaces[which // 2 % 2]
+            pool_id, namespace = which % NUM_POOLS, self.namespaces[which // NUM_POOLS % 2]
             self.real[pool_id].drop_namespaces([namespace])
             self.model.flush(self.model.pools[pool_id], namespace)
         elif what == "death" and len(self.model.sessions) > 1:
@@ -383,7 +384,7 @@ class PoolMachine(RuleBasedStateMachine):
     # Copies.
 
     @precondition(lambda self: len(self.model.fills) < MAX_COPIES)
-    @rule(pool_id=st.integers(0, 1), namespace=NAMESPACE, path=PATHS, grant=GRANT)
+    @rule(pool_id=POOL_IDS, namespace=NAMESPACE, path=PATHS, grant=GRANT)
     def begin_fill(self, pool_id: int, namespace: int, path: str, grant: bool) -> None:
         model, pool, real = self.model, self.model.pools[pool_id], self.real[pool_id]
         root = self.namespaces[namespace]
@@ -402,7 +403,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.tickets.append(outcome)
 
     @precondition(lambda self: len(self.model.spills) < MAX_COPIES and any(pool.found for pool in self.model.pools))
-    @rule(pool_id=st.integers(0, 1), which=ANY)
+    @rule(pool_id=POOL_IDS, which=ANY)
     def begin_spill(self, pool_id: int, which: int) -> None:
         model, pool, real = self.model, self.model.pools[pool_id], self.real[pool_id]
         candidates = real.spill_candidates(100)

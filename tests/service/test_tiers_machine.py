@@ -21,6 +21,7 @@ from kvd.mover import Fill, Job, Lookup
 from kvd.protocol import requests
 from kvd.protocol.replies import Begun, Reply
 from kvd.protocol.wire import unpack_block_ids
+from kvd.service.pool_rules import PoolPolicy, Rule
 from tests.service.harness import BLOCK_NBYTES
 from tests.service.test_machine import HASHES, LONGEST_STAY_S, Life, ServiceMachine
 from tests.service.tiers import TieredClient, TieredHouse
@@ -87,6 +88,8 @@ class TieredMachine(ServiceMachine):
             low_watermark=0.5,
             high_watermark=0.8,
             after_promote="retain",
+            # The first life's user has pools of its own for a namespace that its tenant's other lives share.
+            rules=[Rule(name="root", uids=frozenset({0}), policy=PoolPolicy(spill="write_through"))],
         )
 
     def _new_life(self, index: int) -> Life:
