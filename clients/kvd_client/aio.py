@@ -20,10 +20,12 @@ from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from kvd.blobs import DEFAULT_BLOCK_NBYTES
 from kvd.hashing import Namespace
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
 from kvd_client import tier_verbs, verbs
+from kvd_client.aio_blobs import Blobs
 from kvd_client.aio_runner import AsyncRunner
 from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.sequence_core import SequenceCore
@@ -110,6 +112,10 @@ class Client:
         )
         opened = await self._runner.run(lambda link: verbs.open_cache(link, namespace))
         return Cache(self._runner, namespace, opened.digest, checksums=checksums)
+
+    def blobs(self, name: str, *, salt: str = "", block_nbytes: int = DEFAULT_BLOCK_NBYTES) -> Blobs:
+        """See `kvd_client.Client.blobs`."""
+        return Blobs(self._runner, name, salt=salt, block_nbytes=block_nbytes)
 
     async def status(self) -> Snapshot:
         """What `kvd status` shows."""

@@ -6,10 +6,12 @@ import os
 from types import TracebackType
 from typing import Self
 
+from kvd.blobs import DEFAULT_BLOCK_NBYTES
 from kvd.hashing import Namespace
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
 from kvd_client import tier_verbs, verbs
+from kvd_client.blobs import Blobs
 from kvd_client.blocking import Runner
 from kvd_client.cache import Cache
 from kvd_client.options import DEFAULT_OPTIONS, Options
@@ -77,6 +79,14 @@ class Client:
             model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt
         )
         return Cache(self._runner, namespace, checksums=checksums)
+
+    def blobs(self, name: str, *, salt: str = "", block_nbytes: int = DEFAULT_BLOCK_NBYTES) -> Blobs:
+        """Byte strings of any length under keys; see `kvd_client.blobs`.
+
+        `name` and `salt` are what must be equal for the blobs to be exchangeable. `block_nbytes`, part of that, is the
+        unit of memory they take: a multiple of 4096. Asks the daemon nothing yet.
+        """
+        return Blobs(self._runner, name, salt=salt, block_nbytes=block_nbytes)
 
     def status(self) -> Snapshot:
         """What `kvd status` shows."""

@@ -9,7 +9,7 @@ from typing import cast
 import xxhash
 
 from kvd.errors import BlockCorrupt, TierError
-from kvd.mover.jobs import Fill, Flush, Job, Learn, Lookup, Measure, Spill
+from kvd.mover.jobs import Drop, Fill, Flush, Job, Learn, Lookup, Measure, Spill
 from kvd.tiers.base import Read
 from kvd.tiers.stack import Put, Stack
 
@@ -37,6 +37,8 @@ def execute(batch: Sequence[Job], stack: Stack) -> None:
 def _one(job: Job, stack: Stack) -> None:
     if isinstance(job, Flush):
         job.result = stack.flush(job.namespace, levels=job.levels)
+    elif isinstance(job, Drop):
+        stack.delete(job.keys)
     elif isinstance(job, Measure):
         stack.measure()
     job.error = None

@@ -162,6 +162,17 @@ class Flush(Job):
         self.result = Flushed(unknown, [])
 
 
+class Drop(Job):
+    """Forgets single blocks in every tier."""
+
+    __slots__ = ("keys",)
+    default_rank = Rank.FLUSH
+
+    def __init__(self, keys: Sequence[TierKey], on_done: Callable[[Drop], None]) -> None:
+        super().__init__(on_done)
+        self.keys = keys
+
+
 class Measure(Job):
     """Asks the tiers what they hold."""
 

@@ -77,6 +77,18 @@ class Matched(_Reply, frozen=True, tag="matched"):
     reach: list[int] = []
 
 
+class FoundLast(_Reply, frozen=True, tag="found_last"):
+    """Place of the hash in the request; -1 where none of them is known."""
+
+    place: int
+
+
+class Forgotten(_Reply, frozen=True, tag="forgotten"):
+    """`num_blocks` left the pool."""
+
+    num_blocks: int
+
+
 class Flushed(_Reply, frozen=True, tag="flushed"):
     """`num_blocks` left the pools; `untold` tiers are down, and are told before anything else is asked of them."""
 
@@ -97,4 +109,17 @@ class StatusReply(_Reply, frozen=True, tag="status_reply"):
     snapshot: Snapshot
 
 
-Reply = Done | Failed | CacheOpened | Begun | Reserved | Sealed | Matched | Flushed | Spilling | StatusReply
+Reply = (
+    Done
+    | Failed
+    | CacheOpened
+    | Begun
+    | Reserved
+    | Sealed
+    | Matched
+    | FoundLast
+    | Forgotten
+    | Flushed
+    | Spilling
+    | StatusReply
+)

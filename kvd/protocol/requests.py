@@ -44,6 +44,9 @@ class Begin(_Request, frozen=True, tag="begin"):
     `wait_s` bounds the wait for a computation another session announced, and for blocks that come up from the tiers
     below. None is the daemon's default, which is refused with `would-wait` when this session has announcements of its
     own, and gives up early on a tier that shows no progress. 0 never waits; what is below comes up for the next one.
+
+    With `whole`, all `max_cached` blocks are attached or none, and nothing is reserved: `num_cached` then says how far
+    the prefix reaches, and `blocks` is empty unless that is all of it.
     """
 
     cache: int
@@ -53,6 +56,7 @@ class Begin(_Request, frozen=True, tag="begin"):
     announce: bool = True
     wait_s: float | None = None
     with_checksums: bool = False
+    whole: bool = False
 
 
 class Reserve(_Request, frozen=True, tag="reserve"):
@@ -115,6 +119,29 @@ class Prefetch(_Request, frozen=True, tag="prefetch"):
     hashes: bytes
 
 
+class FindLast(_Request, frozen=True, tag="find_last"):
+    """Which is the last of these hashes that memory or a tier below has, pinning nothing; answered by `FoundLast`.
+
+    Unlike `Match` it asks about each hash by itself: one that is missing says nothing about those behind it.
+    """
+
+    cache: int
+    hashes: bytes
+
+
+class Forget(_Request, frozen=True, tag="forget"):
+    """Makes single blocks of a blob namespace unfindable, in the pool and every tier; answered by `Forgotten`.
+
+    What is being copied down is forgotten there when the copy ends. A tier that is down keeps its copy, and another
+    daemon its own: only a flush is final. Without `below` the tiers keep what they have. Refused with `invalid-request`
+    for a namespace that is none of blobs.
+    """
+
+    cache: int
+    hashes: bytes
+    below: bool = True
+
+
 class Flush(_Request, frozen=True, tag="flush"):
     """Makes namespaces unfindable, in the pools and every tier, for good; answered by `Flushed`.
 
@@ -148,4 +175,19 @@ class Check(_Request, frozen=True, tag="check"):
     """
 
 
-Request = OpenCache | Begin | Reserve | Seal | Retain | Release | Match | Prefetch | Flush | Spill | Status | Check
+Request = (
+    OpenCache
+    | Begin
+    | Reserve
+    | Seal
+    | Retain
+    | Release
+    | Match
+    | Prefetch
+    | FindLast
+    | Forget
+    | Flush
+    | Spill
+    | Status
+    | Check
+)

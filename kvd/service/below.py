@@ -12,6 +12,7 @@ from kvd.mover import Lookup, Measure, Mover
 from kvd.pool import Pool, Pools
 from kvd.service.attempts import Attempt, BeginAttempt
 from kvd.service.flushing import Flushing
+from kvd.service.forgetting import Forgetting
 from kvd.service.lineage import Lineage, Lineages
 from kvd.service.pool_rules import PoolPolicy
 from kvd.service.progress import Progress
@@ -74,6 +75,7 @@ class Below:
             clock=clock,
             on_stale=self.flushing.stale,
         )
+        self.forgetting = Forgetting(mover, self.spilling)
         progress.promotions = self.promotions
         progress.on_served = self._served
 
@@ -122,6 +124,30 @@ class Below:
 
         self._mover.submit([Lookup([TierKey(cache.digest, chain_hash) for chain_hash in hashes], on_done)])
         return reach
+
+    def find_last(self, cache: Cache, hashes: Sequence[ChainHash]) -> LastSearch:
+        """Asks which is the last of the hashes that anything here or below has; wait at `number` for the answer."""
+        search = LastSearch(cache.pool, hashes)
+        asked = hashes[search.place + 1 :]
+        lineage = self.lineages.get(cache.digest)
+        if not asked or lineage is None or lineage.num_flushing or not self._mover.stack.is_answering():
+            return search
+        number = search.number = next(self._numbers)
+        first = search.place + 1
+
+        def on_done(job: Lookup) -> None:
+            if job.error is None:
+                search.below = max((first + i for i, place in enumerate(job.places) if place is not None), default=-1)
+            self._progress.answered_below(number)
+
+        self._mover.submit([Lookup([TierKey(cache.digest, chain_hash) for chain_hash in asked], on_done)])
+        return search
+
+    def forget(self, cache: Cache, hashes: Sequence[ChainHash]) -> tuple[int, int]:
+        """How many blocks left the pool, and where to wait until the tiers were told."""
+        number = next(self._numbers)
+        num_blocks = self.forgetting.forget(cache, hashes, lambda: self._progress.answered_below(number))
+        return num_blocks, number
 
     def mover_done(self) -> None:
         """Takes over what the mover has done, and what it heard of other daemons."""
@@ -220,6 +246,23 @@ class Reach:
                 length += 1
             reach.append(length)
         return reach
+
+
+class LastSearch:
+    """Which is the last of some hashes that is known here; filled in when the tiers answer."""
+
+    def __init__(self, pool: Pool, hashes: Sequence[ChainHash]) -> None:
+        self.number: int | None = None
+        """Where to wait for it; None when nobody will answer."""
+        self.below = -1
+        """The last that a tier has, of those behind the last one here."""
+        self._pool = pool
+        self._hashes = hashes
+
+    @property
+    def place(self) -> int:
+        """Its place; -1 for none."""
+        return max(self.below, self._pool.last_expected(self._hashes))
 
 
 def _ignore(_job: Measure) -> None:

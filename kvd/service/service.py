@@ -20,6 +20,7 @@ from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
 from kvd.service.below import Below
+from kvd.service.blob_verbs import BlobVerbs
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
 from kvd.service.identity import Identity
 from kvd.service.outbox import Outgoing, SendReply
@@ -93,6 +94,7 @@ class Service:
                 clock=clock,
             )
         tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        blobs = BlobVerbs(self.below, self._progress, epoch)
         # Each returns its reply, or None when that comes later or never.
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
             requests.OpenCache: self._open_cache,
@@ -103,6 +105,8 @@ class Service:
             requests.Release: self._release,
             requests.Match: tiers.match,
             requests.Prefetch: tiers.prefetch,
+            requests.FindLast: blobs.find_last,
+            requests.Forget: blobs.forget,
             requests.Flush: tiers.flush,
             requests.Spill: tiers.spill,
             requests.Status: self._status,
@@ -285,7 +289,12 @@ class Service:
     def _begin(self, session: Session, request: requests.Begin) -> None:
         cache = session.cache(request.cache)
         hashes = unpack_hashes(request.hashes)
-        check_begin(num_hashes=len(hashes), max_cached=request.max_cached, num_blocks=request.num_blocks)
+        check_begin(
+            num_hashes=len(hashes),
+            max_cached=request.max_cached,
+            num_blocks=request.num_blocks,
+            whole=request.whole,
+        )
         wait_s = self.settings.default_wait_s if request.wait_s is None else check_wait_s(request.wait_s)
         wait_s = min(wait_s, self.settings.max_wait_s)
         attempt = BeginAttempt(
