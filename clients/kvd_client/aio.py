@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import time
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -236,11 +237,13 @@ class Cache:
         seq = await self.sequence(
             token_ids, max_tokens, wait_s=wait_s, materialize=materialize, verify=verify, populate=populate
         )
+        missing, started_s = seq.num_missing_tokens, time.monotonic()
         try:
             work = compute(seq)
             if inspect.isawaitable(work):
                 await work
             seq.require_complete()
+            seq.computed(missing, time.monotonic() - started_s)
             await seq.commit()
         except BaseException:
             await seq.close()

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from kvd.block import BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
 from kvd.errors import InvalidRequest, OutOfBlocks, OutOfMemory, StateError
+from kvd.layout import KVLayout
 from kvd.pool.announcements import Announcements
 from kvd.pool.blocks import Block
 from kvd.pool.budget import Budget
@@ -63,12 +64,21 @@ class Pool(Exchange):
         adapter: str = "",
         has_salt: bool = False,
         block_tokens: int = 0,
+        positional: str = "",
+        layout: KVLayout | None = None,
     ) -> NamespaceCounters:
         """The counters of one namespace, made at its first use; the words are kept from then on."""
         found = self.namespaces.get(digest)
         if found is None:
             found = self.namespaces[digest] = NamespaceCounters(
-                digest, model=model, engine=engine, adapter=adapter, has_salt=has_salt, block_tokens=block_tokens
+                digest,
+                model=model,
+                engine=engine,
+                adapter=adapter,
+                has_salt=has_salt,
+                block_tokens=block_tokens,
+                positional=positional,
+                layout=layout,
             )
         return found
 

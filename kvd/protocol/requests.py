@@ -71,13 +71,17 @@ class Seal(_Request, frozen=True, tag="seal"):
 
     Each reserved block becomes a sealed one that this session references once. Where the hash exists already, the reply
     names the existing block, which this session then references; its own copy stays reserved until released.
-    `checksums` is empty or one xxh3-64 (little-endian u64) a block.
+    `checksums` is empty or one xxh3-64 (little-endian u64) a block. `computed_tokens` and `computed_s` say, for the
+    estimate of what sharing saves, how many tokens the sender has computed since its last seal and how long that took;
+    0 and 0 when it does not know.
     """
 
     cache: int
     blocks: bytes
     hashes: bytes
     checksums: bytes = b""
+    computed_tokens: int = 0
+    computed_s: float = 0.0
 
 
 class Retain(_Request, frozen=True, tag="retain"):
@@ -165,7 +169,9 @@ class Spill(_Request, frozen=True, tag="spill"):
 
 
 class Status(_Request, frozen=True, tag="status"):
-    """A snapshot of everything; answered by `StatusReply`."""
+    """A snapshot of everything; answered by `StatusReply`. `with_map` adds a picture of each pool's blocks to it."""
+
+    with_map: bool = False
 
 
 class Check(_Request, frozen=True, tag="check"):

@@ -110,8 +110,8 @@ class BeginAttempt(Attempt):
         blocks, num_cached = outcome.blocks, outcome.num_cached
         cached = blocks[:num_cached]
         table.grant(session, pool, readable=cached, writable=blocks[num_cached:])
-        if not request.whole:  # what is wanted whole are bytes, not tokens
-            session.tokens_saved += num_cached * cache.block_tokens
+        if num_cached and not request.whole:  # what is wanted whole are bytes, not tokens
+            session.saved[cache.handle] += num_cached * cache.block_tokens
         return Begun(
             request.request_id,
             request.epoch,

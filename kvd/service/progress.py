@@ -15,6 +15,7 @@ from kvd.service.promotion import Grown, Promotions
 from kvd.service.segments import SegmentTable, Stock, wants_huge_pages
 from kvd.service.sessions import Session
 from kvd.service.settings import ServiceSettings
+from kvd.status import WaitStatus
 
 
 class Progress:
@@ -76,6 +77,33 @@ class Progress:
                 self._reply(attempt.session, reply)
                 if self.on_served is not None:
                     self.on_served(attempt)
+
+    def waits(self) -> list[WaitStatus]:
+        """What the parked requests wait for."""
+        now_s = self._clock()
+        return [self._wait_status(place, queue, now_s) for place, queue in self.lot.places().items()]
+
+    def _wait_status(self, place: Place, queue: list[Attempt], now_s: float) -> WaitStatus:
+        what, pool_id, chain_hash, writer = "memory", -1, b"", 0
+        if place != MEMORY:
+            kind, name = place
+            if kind == "below":
+                what = "answer"
+            elif kind == "blocks":
+                what, pool_id = "blocks", int(name)
+            else:
+                what, pool_id, chain_hash = "promotion", int(kind), bytes(name)
+                lease = self._pools.all[pool_id].announcements.by_hash.get(ChainHash(chain_hash))
+                if lease is not None:
+                    what, writer = "computation", lease.session_id
+        return WaitStatus(
+            what=what,
+            pool=pool_id,
+            hash=chain_hash.hex(),
+            waiting=[attempt.session.id for attempt in queue],
+            writer=writer,
+            left_s=max(0.0, max(attempt.until_s for attempt in queue) - now_s),
+        )
 
     def forget(self, session: Session) -> None:
         """Everything an ended session waits for: nobody wants it any more."""

@@ -26,11 +26,12 @@ from kvd.service.identity import Identity
 from kvd.service.outbox import Outgoing, SendReply
 from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
+from kvd.service.savings import Savings
 from kvd.service.segments import SegmentTable, Stock
 from kvd.service.sessions import Session
 from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
-from kvd.status import Snapshot
+from kvd.status import Snapshot, WaitStatus
 
 _MIN_NAMESPACES_UNTIL_LOOK = 1024
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Service:
         self.started_s = clock()
         self.counters: Counter[str] = Counter(requests=0, late_requests=0, failed_requests=0, failed_releases=0)
         self.sessions: dict[SessionId, Session] = {}
+        self.savings = Savings()
         self._last_session = 0
         self._namespaces_until_look = _MIN_NAMESPACES_UNTIL_LOOK
         self._table = SegmentTable(stock, self.outbox)
@@ -135,6 +137,7 @@ class Service:
             return
         # Its waits first: what its end wakes must not find it in the queue.
         self._progress.forget(session)
+        self.savings.ended(session)
         self.pools.end_session(session_id)
         self._progress.blocks_came_back = True
         self._blocks_moved(*{cache.pool for cache in session.caches.values()})
@@ -207,9 +210,13 @@ class Service:
         self._blocks_moved(*self.pools.all)
         self._progress.settle()
 
-    def snapshot(self) -> Snapshot:
-        """Everything at one moment."""
-        return status.snapshot(self)
+    def snapshot(self, *, with_map: bool = False) -> Snapshot:
+        """Everything at one moment; `with_map` with a picture of each pool's blocks."""
+        return status.snapshot(self, with_map=with_map)
+
+    def waits(self) -> list[WaitStatus]:
+        """What requests wait for, in no particular order."""
+        return self._progress.waits()
 
     def control_counters(self) -> dict[str, int]:
         """The figures of the control page, see `kvd.protocol.control_page.COUNTERS`."""
@@ -255,6 +262,8 @@ class Service:
                 adapter=request.adapter,
                 has_salt=bool(request.salt),
                 block_tokens=layout.block_tokens,
+                positional=request.positional,
+                layout=layout,
             )
             cache = session.add_cache(pool, digest, counters, layout.block_tokens)
             self._forget_unused_namespaces()
@@ -322,9 +331,11 @@ class Service:
         blocks = unpack_block_ids(request.blocks)
         hashes = unpack_hashes(request.hashes)
         checksums = unpack_checksums(request.checksums, len(blocks))
+        self.savings.check(session, request.computed_tokens, request.computed_s, self.clock())
         sealed = cache.pool.seal(
             session.id, cache.namespace, blocks, hashes, checksums if self.settings.checksums else None
         )
+        self.savings.computed(cache, request.computed_tokens, request.computed_s)
         if sealed:
             self._table.grant(session, cache.pool, readable=sealed)
         if self.below is not None:
@@ -345,7 +356,8 @@ class Service:
 
     def _status(self, session: Session, request: requests.Status) -> Reply:
         viewer = session if self.settings.is_walled(session.identity) else None
-        return StatusReply(request.request_id, self.epoch, status.snapshot(self, viewer))
+        snapshot = status.snapshot(self, viewer, with_map=request.with_map)
+        return StatusReply(request.request_id, self.epoch, snapshot)
 
     def _check(self, session: Session, request: requests.Check) -> Reply:
         # It looks at every block there is while all others wait.

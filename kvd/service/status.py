@@ -16,8 +16,11 @@ MAX_NAMESPACES = 512
 """In one snapshot. Clients may open as many as they like, and a reply that names them all would stop the loop."""
 
 
-def snapshot(service: Service, viewer: Session | None = None) -> Snapshot:
-    """Everything at one moment; O(pools + namespaces + sessions). With `viewer` only what its tenant may see."""
+def snapshot(service: Service, viewer: Session | None = None, *, with_map: bool = False) -> Snapshot:
+    """Everything at one moment; O(pools + namespaces + sessions + pins + waiting requests).
+
+    With `viewer` only what its tenant may see.
+    """
     tenant = "" if viewer is None else viewer.tenant
     figures = service.server_figures()
     usage = service.pools.usage()
@@ -36,7 +39,7 @@ def snapshot(service: Service, viewer: Session | None = None) -> Snapshot:
             ready_nbytes=service.stock.ready_nbytes,
             available_nbytes=service.stock.available_nbytes(),
         ),
-        pools=service.pools.pool_statuses(),
+        pools=service.pools.pool_statuses(with_map=with_map),
         namespaces=namespaces,
         num_namespaces_omitted=service.pools.num_namespaces_of(tenant) - len(namespaces),
         clients=[
@@ -47,6 +50,8 @@ def snapshot(service: Service, viewer: Session | None = None) -> Snapshot:
         warnings=[*service.settings.warnings, *_warnings(service, usage, len(figures.stalled))],
         tiers=[] if service.below is None else service.below.statuses(),
         mover=None if service.below is None else service.below.mover_status(),
+        savings=service.savings.total(list(service.sessions.values())),
+        waits=service.waits(),
     )
     return full if viewer is None else of_tenant(full, service, viewer)
 
@@ -66,6 +71,7 @@ def control_counters(service: Service) -> dict[str, int]:
 
 def _client(service: Service, session: Session, now_s: float, *, stalled: bool) -> ClientStatus:
     held = service.pools.session_figures(session.id)
+    saved = service.savings.of(session)
     return ClientStatus(
         session=session.id,
         pid=session.identity.pid,
@@ -81,6 +87,8 @@ def _client(service: Service, session: Session, now_s: float, *, stalled: bool) 
         tokens_saved=session.tokens_saved,
         num_requests=session.num_requests,
         stalled=stalled,
+        mapped_nbytes=sum(map(len, session.granted.values())) * service.stock.segment_nbytes,
+        prefill_s_saved=saved.prefill_s if saved.num_tokens_rated else None,
     )
 
 
