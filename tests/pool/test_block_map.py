@@ -8,26 +8,25 @@ from kvd.pool.block_map import block_map
 from tests.pool.tiny import ALICE, Tiny
 
 
-def test_small_pools_are_shown_block_by_block():
-    tiny = Tiny(6, per_segment=3)
-    tiny.begin(ALICE, "", num_blocks=2)
-    assert block_map(tiny.pool.store) == ("ww....", 1)
+@pytest.fixture
+def full() -> Tiny:
+    """Twelve blocks in three segments, all reserved by one writer."""
+    tiny = Tiny(12, per_segment=4)
+    assert sorted(tiny.begin(ALICE, "", num_blocks=12).blocks) == list(range(12))
+    return tiny
+
+
+def test_small_pools_are_shown_block_by_block(full):
+    full.pool.release(ALICE, reserved=[1, 4, 11])
+    assert block_map(full.pool.store) == ("w.ww.wwwwww.", 1)
 
 
 @pytest.mark.parametrize(
-    ("max_letters", "picture", "step"), [(6, "w.w.w.", 2), (4, "wwww", 3), (3, "www", 4), (1, "w", 12)]
+    ("max_letters", "picture", "step"), [(6, ".ww.ww", 2), (5, ".w.w", 3), (4, ".w.w", 3), (3, ".ww", 4), (1, ".", 12)]
 )
-def test_large_ones_are_sampled_at_even_steps_across_segments(max_letters, picture, step):
-    tiny = Tiny(12, per_segment=4)
-    reserved = tiny.begin(ALICE, "", num_blocks=12).blocks
-    odd = [block for block in reserved if block % step]
-    kept_even = odd[::1] if step > 1 else []
-    if picture == "w.w.w.":
-        # Only what a letter stands for counts: give the blocks 2, 6 and 10 back, which are the second of each pair.
-        tiny.pool.release(ALICE, reserved=[reserved[2], reserved[6], reserved[10]])
-    else:
-        tiny.pool.release(ALICE, reserved=kept_even)
-    assert block_map(tiny.pool.store, max_letters) == (picture, step)
+def test_large_ones_are_sampled_at_even_steps_across_segments(full, max_letters, picture, step):
+    full.pool.release(ALICE, reserved=[0, 6])
+    assert block_map(full.pool.store, max_letters) == (picture, step)
 
 
 def test_a_pool_without_memory_has_no_picture():
