@@ -32,7 +32,7 @@ from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.sequence_core import SequenceCore
 from kvd_client.sequence_state import SequenceOptions
 from kvd_client.sequence_view import SequenceView
-from kvd_client.tier_verbs import FlushOutcome, Reach
+from kvd_client.tier_verbs import FlushOutcome, Pinned, Reach
 from kvd_client.verb import Tokens, Verb
 
 if TYPE_CHECKING:
@@ -132,6 +132,10 @@ class Client:
         """See `kvd_client.Client.flush`."""
         return await self._runner.run(lambda link: tier_verbs.flush(link, namespace=namespace, model=model, tier=tier))
 
+    async def unpin(self, pin: str) -> None:
+        """See `kvd_client.Client.unpin`."""
+        await self._runner.run(lambda link: tier_verbs.unpin(link, pin))
+
     async def spill(self) -> int:
         """See `kvd_client.Client.spill`."""
         return await self._runner.run(tier_verbs.spill)
@@ -221,6 +225,10 @@ class Cache:
     async def prefetch(self, token_ids: Tokens) -> None:
         """See `kvd_client.Cache.prefetch`."""
         await self._runner.run(lambda link: tier_verbs.prefetch(link, self._namespace, token_ids))
+
+    async def pin(self, token_ids: Tokens, *, label: str = "") -> Pinned:
+        """See `kvd_client.Cache.pin`."""
+        return await self._runner.run(lambda link: tier_verbs.pin(link, self._namespace, token_ids, label=label))
 
     async def get_or_compute(
         self,

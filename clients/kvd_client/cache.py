@@ -11,7 +11,7 @@ from kvd_client import tier_verbs, verbs
 from kvd_client.blocking import Runner
 from kvd_client.sequence import Sequence
 from kvd_client.sequence_state import SequenceOptions
-from kvd_client.tier_verbs import Reach
+from kvd_client.tier_verbs import Pinned, Reach
 from kvd_client.verb import Tokens
 
 
@@ -103,6 +103,14 @@ class Cache:
     def prefetch(self, token_ids: Tokens) -> None:
         """Has what the tiers below know of the prefix brought up to memory; does not wait for it, and pins nothing."""
         self._runner.run(lambda link: tier_verbs.prefetch(link, self._namespace, token_ids))
+
+    def pin(self, token_ids: Tokens, *, label: str = "") -> Pinned:
+        """Has the daemon keep the full blocks of a prompt resident: those it has, and the others once they are there.
+
+        It outlives this session, and the daemon where that keeps its state on disk; `Client.unpin` ends it. `label` is
+        shown by `kvd pin --list`. Raises `QuotaExceeded` beyond limits.pinned, `InvalidRequest` for less than a block.
+        """
+        return self._runner.run(lambda link: tier_verbs.pin(link, self._namespace, token_ids, label=label))
 
     def get_or_compute(
         self,

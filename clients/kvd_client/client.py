@@ -108,6 +108,10 @@ class Client:
         """
         return self._runner.run(lambda link: tier_verbs.flush(link, namespace=namespace, model=model, tier=tier))
 
+    def unpin(self, pin: str) -> None:
+        """Ends a pin, named as `Cache.pin` did. Raises `PermissionRefused` for another user's."""
+        self._runner.run(lambda link: tier_verbs.unpin(link, pin))
+
     def spill(self) -> int:
         """Has every idle block without a copy below copied down; how many there still are. Does not wait: ask again.
 

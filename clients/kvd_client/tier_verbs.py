@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from kvd.block import NamespaceDigest
 from kvd.errors import InvalidRequest
 from kvd.hashing import Namespace, chain_hashes, encode_tokens, pack_hashes
+from kvd.protocol import replies
 from kvd.protocol.replies import Done, Flushed, Matched, Spilling
-from kvd.protocol.requests import Flush, Match, Prefetch, Spill
+from kvd.protocol.requests import Flush, Match, Pin, Prefetch, Spill, Unpin
 from kvd_client import verbs
 from kvd_client.link import Link
 from kvd_client.verb import Tokens, Verb, expect
@@ -51,6 +52,32 @@ def prefetch(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[None]:
     """Returns when the daemon knows of it."""
     handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))
     expect((yield Prefetch(link.next_id(), link.epoch, handle, hashes)), Done)
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A prompt that the daemon keeps resident."""
+
+    pin: str
+    """Its name, for `Client.unpin`."""
+    num_tokens: int
+    """Of its full blocks."""
+    num_tokens_resident: int
+    """Held now; the rest is held as soon as it is computed, or has come up from a tier."""
+
+
+def pin(link: Link, namespace: Namespace, token_ids: Tokens, *, label: str) -> Verb[Pinned]:
+    """Returns when the daemon knows of it."""
+    handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))
+    pinned = expect((yield Pin(link.next_id(), link.epoch, handle, hashes, label)), replies.Pinned)
+    block_tokens = namespace.layout.block_tokens
+    return Pinned(pinned.pin, pinned.num_blocks * block_tokens, pinned.num_resident * block_tokens)
+
+
+def unpin(link: Link, name: str) -> Verb[None]:
+    """Returns when it is gone."""
+    link.require_alive()
+    expect((yield Unpin(link.next_id(), link.epoch, name)), Done)
 
 
 def flush(link: Link, *, namespace: bytes | None, model: str | None, tier: str | None) -> Verb[FlushOutcome]:

@@ -17,6 +17,7 @@ from kvd.build.pool_rules import pool_rules
 from kvd.build.sizes import Sizes, decide_sizes, session_capacity
 from kvd.build.tiers import LowerTiers, build_tiers
 from kvd.config.schema import Config
+from kvd.errors import RuntimeFolderError
 from kvd.memory import ControlPage, SegmentStock, available_memory_nbytes
 from kvd.mover import Mover
 from kvd.pool import Pools
@@ -25,6 +26,7 @@ from kvd.server.endpoints import SocketAccess
 from kvd.server.limits import Limits
 from kvd.server.server import Server
 from kvd.service import Service, ServiceSettings
+from kvd.service.pin_files import PinFiles
 from kvd.service.settings import TierSettings
 
 HEARTBEAT_S = 0.5
@@ -82,6 +84,7 @@ def assemble(
     # Random, so that no two daemons on this machine ever share one, restored snapshots and clocks set back included.
     epoch = secrets.randbits(62) + 1
     control_page = closing.enter_context(ControlPage(epoch=epoch))
+    pin_files, pin_warnings = _pin_files(config, closing)
     service = Service(
         pools=Pools(
             budget_nbytes=sizes.budget_nbytes,
@@ -91,6 +94,7 @@ def assemble(
         ),
         stock=stock,
         mover=mover,
+        pin_files=pin_files,
         epoch=epoch,
         settings=ServiceSettings(
             isolation=config.access.isolation,
@@ -99,9 +103,11 @@ def assemble(
             default_wait_s=config.waits.default_s,
             max_wait_s=config.waits.max_s,
             checksums=config.memory.checksums,
+            pinned_share=config.limits.pinned,
+            uid_quota_nbytes=config.limits.uid_nbytes or None,
             tiers=_tier_settings(config),
             pool_rules=pool_rules(config),
-            warnings=warnings + tiers.warnings,
+            warnings=warnings + tiers.warnings + pin_warnings,
         ),
         version=__version__,
         pid=os.getpid(),
@@ -177,6 +183,19 @@ def _mover(tiers: LowerTiers, ready: int, closing: contextlib.ExitStack) -> Move
         return None
     closing.callback(tiers.stack.close)
     return Mover(tiers.stack, on_ready=lambda: os.eventfd_write(ready, 1))
+
+
+def _pin_files(config: Config, closing: contextlib.ExitStack) -> tuple[PinFiles | None, tuple[str, ...]]:
+    """Where pins outlive the daemon: the service manager's state folder, else the embedded server's; None without."""
+    folder = os.environ.get("STATE_DIRECTORY", "").split(":")[0] or config.tiers.redis.persistence
+    if not folder:
+        return None, ()
+    try:
+        files = PinFiles(Path(folder) / "pins")
+    except RuntimeFolderError as error:
+        return None, (f"pins do not outlive the daemon: {error}",)
+    closing.callback(files.close)
+    return files, ()
 
 
 def _tier_settings(config: Config) -> TierSettings:

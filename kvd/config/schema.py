@@ -102,6 +102,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         QuotaSize,
         Meta(description="Most bytes of blocks that all sessions of one user may hold; 0 is no limit.", extra=SIZE),
     ] = 0
+    pinned: Annotated[
+        Fraction, Meta(description="Share of the memory budget that pinned prompts may take in all; 0 allows none.")
+    ] = 0.5
     credits: Annotated[
         Annotated[int, Meta(ge=1, le=4096)], Meta(description="Requests that one session may have in flight.")
     ] = 64

@@ -89,6 +89,15 @@ class Forgotten(_Reply, frozen=True, tag="forgotten"):
     num_blocks: int
 
 
+class Pinned(_Reply, frozen=True, tag="pinned"):
+    """`pin` names it from now on; `num_resident` of its blocks are held now."""
+
+    pin: str
+    num_blocks: int
+    num_resident: int
+    is_lasting: bool = False
+
+
 class Flushed(_Reply, frozen=True, tag="flushed"):
     """`num_blocks` left the pools; `untold` tiers are down, and are told before anything else is asked of them."""
 
@@ -119,6 +128,7 @@ Reply = (
     | Matched
     | FoundLast
     | Forgotten
+    | Pinned
     | Flushed
     | Spilling
     | StatusReply

@@ -146,6 +146,23 @@ class Forget(_Request, frozen=True, tag="forget"):
     below: bool = True
 
 
+class Pin(_Request, frozen=True, tag="pin"):
+    """Keeps the blocks of a prompt resident from now on, whenever somebody computes them; answered by `Pinned`.
+
+    `hashes` are those of all its full blocks. Pinning it again gives the same pin. `label` is shown, nothing more.
+    """
+
+    cache: int
+    hashes: bytes
+    label: str = ""
+
+
+class Unpin(_Request, frozen=True, tag="unpin"):
+    """Ends a pin, named as `Pinned` did; answered by `Done`. For its user, root and the daemon's user."""
+
+    pin: str
+
+
 class Flush(_Request, frozen=True, tag="flush"):
     """Makes namespaces unfindable, in the pools and every tier, for good; answered by `Flushed`.
 
@@ -192,6 +209,8 @@ Request = (
     | Prefetch
     | FindLast
     | Forget
+    | Pin
+    | Unpin
     | Flush
     | Spill
     | Status

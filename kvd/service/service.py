@@ -15,7 +15,7 @@ from kvd.layout import KVLayout
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import CacheOpened, Done, Failed, Reply, Sealed, StatusReply
+from kvd.protocol.replies import CacheOpened, Done, Failed, Pinned, Reply, Sealed, StatusReply
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
@@ -24,6 +24,8 @@ from kvd.service.blob_verbs import BlobVerbs
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
 from kvd.service.identity import Identity
 from kvd.service.outbox import Outgoing, SendReply
+from kvd.service.pin_files import PinFiles
+from kvd.service.pins import Pins, check_name
 from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
 from kvd.service.savings import Savings
@@ -51,6 +53,7 @@ class Service:
         stock: Stock,
         epoch: int,
         mover: Mover | None = None,
+        pin_files: PinFiles | None = None,
         settings: ServiceSettings | None = None,
         version: str = "",
         pid: int = 0,
@@ -95,7 +98,18 @@ class Service:
                 policy_of=lambda pool: self.pool_rules.policy(pool.name),
                 clock=clock,
             )
-        tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        tiers = self._tier_verbs = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        self.pins = Pins(
+            pools=pools,
+            below=self.below,
+            files=pin_files,
+            max_share=self.settings.pinned_share,
+            max_uid_nbytes=self.settings.uid_quota_nbytes,
+            may_touch=tiers.may_touch,
+            pool_name=lambda model, engine, uid: self.pool_rules.name_for(model=model, engine=engine, uid=uid),
+            clock=clock,
+        )
+        self.pins.load()
         blobs = BlobVerbs(self.below, self._progress, epoch)
         # Each returns its reply, or None when that comes later or never.
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
@@ -109,7 +123,9 @@ class Service:
             requests.Prefetch: tiers.prefetch,
             requests.FindLast: blobs.find_last,
             requests.Forget: blobs.forget,
-            requests.Flush: tiers.flush,
+            requests.Pin: self._pin,
+            requests.Unpin: self._unpin,
+            requests.Flush: self._flush,
             requests.Spill: tiers.spill,
             requests.Status: self._status,
             requests.Check: self._check,
@@ -171,12 +187,14 @@ class Service:
         """The mover has carried something out, or heard of a flush by somebody else."""
         if self.below is not None:
             self.below.mover_done()
+            self.pins.look()
         self._progress.settle()
 
     def tick(self, now_s: float) -> float | None:
         """Ends the waits that are over; the next moment at which this has something to do."""
         if self.below is not None:
             self.below.tick(now_s)
+        self.pins.tick(now_s)
         self._progress.tick(now_s)
         self._progress.settle()
         return self.next_deadline_s
@@ -184,16 +202,17 @@ class Service:
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do; None while nothing waits."""
-        deadline_s = self._progress.next_deadline_s
-        if self.below is None:
-            return deadline_s
-        return self.below.next_deadline_s if deadline_s is None else min(deadline_s, self.below.next_deadline_s)
+        deadlines = [self._progress.next_deadline_s, self.pins.next_deadline_s]
+        if self.below is not None:
+            deadlines.append(self.below.next_deadline_s)
+        return min((one for one in deadlines if one is not None), default=None)
 
     def drain(self, wait: Callable[[float], object]) -> None:
         """For a clean stop, when every session has ended: copies to the tiers what would be lost.
 
         `wait(seconds)` waits until the mover has something to give back, that long at most.
         """
+        self.pins.release()
         if self.below is not None:
             self.below.drain(wait)
 
@@ -287,7 +306,7 @@ class Service:
         """Looks for them only when their number has doubled, so that opening one costs O(1) on average."""
         if self.pools.num_namespaces <= self._namespaces_until_look:
             return
-        in_use = {digest for session in self.sessions.values() for digest in session.handles}
+        in_use = {digest for session in self.sessions.values() for digest in session.handles} | self.pins.namespaces()
         if self.below is not None:
             in_use |= self.below.busy_namespaces()
         forgotten = self.pools.forget_namespaces(in_use)
@@ -340,6 +359,7 @@ class Service:
             self._table.grant(session, cache.pool, readable=sealed)
         if self.below is not None:
             self.below.spilling.sealed(cache.pool, cache.digest, hashes)
+        self.pins.look()
         return Sealed(request.request_id, self.epoch, pack_block_ids(sealed))
 
     def _release(self, session: Session, request: requests.Release) -> Reply | None:
@@ -353,6 +373,21 @@ class Service:
         self._progress.blocks_came_back = True
         self._blocks_moved(cache.pool)
         return Done(request.request_id, self.epoch) if request.ack else None
+
+    def _flush(self, session: Session, request: requests.Flush) -> Reply | None:
+        reply = self._tier_verbs.flush(session, request)
+        self.pins.look()  # what is flushed is held no longer
+        return reply
+
+    def _pin(self, session: Session, request: requests.Pin) -> Reply:
+        pin = self.pins.pin(session, session.cache(request.cache), unpack_hashes(request.hashes), request.label)
+        lasting = self.pins.status(pin).is_lasting
+        return Pinned(request.request_id, self.epoch, pin.record.pin, len(pin.hashes), pin.num_held, lasting)
+
+    def _unpin(self, session: Session, request: requests.Unpin) -> Reply:
+        self.pins.unpin(session, check_name(request.pin))
+        self._progress.blocks_came_back = True
+        return Done(request.request_id, self.epoch)
 
     def _status(self, session: Session, request: requests.Status) -> Reply:
         viewer = session if self.settings.is_walled(session.identity) else None

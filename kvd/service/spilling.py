@@ -87,6 +87,11 @@ class Spilling:
             self._shelf(pool).backlog.extend(TierKey(namespace, one) for one in hashes)
         self.look_at(pool)
 
+    def copy_soon(self, pool: Pool, namespace: NamespaceDigest, hashes: Iterable[ChainHash]) -> None:
+        """Whatever the policy: a crash is not to lose these blocks."""
+        self._shelf(pool).backlog.extend(TierKey(namespace, one) for one in hashes)
+        self.look_at(pool)
+
     def found(self, pool: Pool, namespace: NamespaceDigest, hashes: Sequence[ChainHash]) -> None:
         """A begin found these blocks resident."""
         if self._policy_of(pool).spill != "on_second_hit" or not hashes:

@@ -52,6 +52,7 @@ def snapshot(service: Service, viewer: Session | None = None, *, with_map: bool 
         mover=None if service.below is None else service.below.mover_status(),
         savings=service.savings.total(list(service.sessions.values())),
         waits=service.waits(),
+        pins=service.pins.statuses(),
     )
     return full if viewer is None else of_tenant(full, service, viewer)
 

@@ -87,7 +87,7 @@ class TierVerbs:
 
     def spill(self, session: Session, request: requests.Spill) -> Reply:
         """See `kvd.protocol.requests.Spill`."""
-        pools = [pool for pool in self._pools.all if self._may_touch(session, pool.tenant)]
+        pools = [pool for pool in self._pools.all if self.may_touch(session, pool.tenant)]
         if not pools and not self._is_admin(session):
             raise PermissionRefused(_REFUSED)
         if self._below is not None:
@@ -107,7 +107,7 @@ class TierVerbs:
                 return [digest]
             raise PermissionRefused(_REFUSED)
         named = {digest: pool for digest, (pool, one) in known.items() if request.model in {"", one.model}}
-        if not all(self._may_touch(session, pool.tenant) for pool in named.values()):
+        if not all(self.may_touch(session, pool.tenant) for pool in named.values()):
             named = {digest: pool for digest, pool in named.items() if self._is_own(session, pool.tenant)}
         if not named and not self._is_admin(session) and self._settings.isolation != "uid":
             raise PermissionRefused(_REFUSED)
@@ -120,7 +120,8 @@ class TierVerbs:
         """Whether everything of the tenant is the session's user's own; in a group's tenant others have a share."""
         return self._settings.isolation == "uid" and session.tenant == tenant
 
-    def _may_touch(self, session: Session, tenant: str) -> bool:
+    def may_touch(self, session: Session, tenant: str) -> bool:
+        """Whether the session may do as it likes with what is the tenant's."""
         return self._is_admin(session) or self._is_own(session, tenant)
 
 

@@ -15,7 +15,7 @@ TELLS_NOBODYS = frozenset({"version", "pid", "epoch", "uptime_s", "runtime_dir"}
 """Fields of a snapshot that are about the daemon alone; every tenant sees them as they are."""
 CUT_TO_TENANT = frozenset({
     "memory", "pools", "namespaces", "num_namespaces_omitted", "clients", "counters", "warnings", "tiers", "tenant",
-    "savings", "waits",
+    "savings", "waits", "pins",
 })  # fmt: skip
 """Fields that are cut to the tenant. What is in neither set, a new field for instance, no tenant sees."""
 
@@ -52,6 +52,7 @@ def of_tenant(full: Snapshot, service: Service, viewer: Session) -> Snapshot:
         tiers=tiers,
         tenant=viewer.tenant,
         savings=service.savings.total(list(own.values()), {viewer.tenant}),
+        pins=[pin for pin in full.pins if pin.tenant == viewer.tenant],
         waits=[_own_part(wait, own) for wait in full.waits if not own.keys().isdisjoint(wait.waiting)],
     )
 
