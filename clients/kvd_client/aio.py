@@ -118,9 +118,13 @@ class Client:
         """See `kvd_client.Client.blobs`."""
         return Blobs(self._runner, name, salt=salt, block_nbytes=block_nbytes)
 
-    async def status(self) -> Snapshot:
-        """What `kvd status` shows."""
-        return await self._runner.run(verbs.status)
+    async def status(self, *, with_map: bool = False) -> Snapshot:
+        """See `kvd_client.Client.status`."""
+        return await self._runner.run(lambda link: verbs.status(link, with_map=with_map))
+
+    async def reach(self, namespace: bytes, block_tokens: int, token_ids: Tokens) -> Reach:
+        """See `kvd_client.Client.reach`."""
+        return await self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, token_ids))
 
     async def check(self) -> None:
         """Has the daemon verify every invariant of its pools."""

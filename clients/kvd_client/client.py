@@ -15,7 +15,8 @@ from kvd_client.blobs import Blobs
 from kvd_client.blocking import Runner
 from kvd_client.cache import Cache
 from kvd_client.options import DEFAULT_OPTIONS, Options
-from kvd_client.tier_verbs import FlushOutcome
+from kvd_client.tier_verbs import FlushOutcome, Reach
+from kvd_client.verb import Tokens
 
 
 def connect(
@@ -88,9 +89,16 @@ class Client:
         """
         return Blobs(self._runner, name, salt=salt, block_nbytes=block_nbytes)
 
-    def status(self) -> Snapshot:
-        """What `kvd status` shows."""
-        return self._runner.run(verbs.status)
+    def status(self, *, with_map: bool = False) -> Snapshot:
+        """What `kvd status` shows; `with_map` with a picture of each pool's blocks (`PoolStatus.block_map`)."""
+        return self._runner.run(lambda link: verbs.status(link, with_map=with_map))
+
+    def reach(self, namespace: bytes, block_tokens: int, token_ids: Tokens) -> Reach:
+        """As `Cache.reach`, in a namespace that somebody else opened: `status` has its digest and its block_tokens.
+
+        Raises `InvalidRequest` for one that the daemon does not know, or of another tenant.
+        """
+        return self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, token_ids))
 
     def check(self) -> None:
         """Has the daemon verify every invariant of its pools. Raises `StateError` naming the fault."""

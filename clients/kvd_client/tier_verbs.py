@@ -48,6 +48,15 @@ def reach(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[Reach]:
     return Reach(matched.num_resident * block_tokens, by_tier)
 
 
+def reach_in(link: Link, digest: bytes, block_tokens: int, token_ids: Tokens) -> Verb[Reach]:
+    """The same in a namespace of the own tenant that is known by its digest alone."""
+    link.require_alive()
+    hashes = pack_hashes(chain_hashes(NamespaceDigest(digest), encode_tokens(token_ids), block_tokens))
+    matched = expect((yield Match(link.next_id(), link.epoch, 0, hashes, digest)), Matched)
+    by_tier = {name: length * block_tokens for name, length in zip(matched.tiers, matched.reach, strict=True)}
+    return Reach(matched.num_resident * block_tokens, by_tier)
+
+
 def prefetch(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[None]:
     """Returns when the daemon knows of it."""
     handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))

@@ -19,10 +19,10 @@ from kvd_client.sequence_state import SequenceOptions
 from kvd_client.verb import Tokens, Verb, expect
 
 
-def status(link: Link) -> Verb[Snapshot]:
+def status(link: Link, *, with_map: bool = False) -> Verb[Snapshot]:
     """What `kvd status` shows."""
     link.require_alive()
-    return expect((yield Status(link.next_id(), link.epoch)), StatusReply).snapshot
+    return expect((yield Status(link.next_id(), link.epoch, with_map)), StatusReply).snapshot
 
 
 def check(link: Link) -> Verb[None]:

@@ -44,7 +44,7 @@ COMMANDS = {
     "prefetch": Entry(
         "kvd.cli.prefetch", "prefetch", "Bring prompts up from the tiers below before they are asked for."
     ),
-    "size": Entry("kvd.cli.size", "size", "Say how much memory a model's KV takes, and how many tokens fit."),
+    "size": Entry("kvd.cli.size", "size_command", "Say how much memory a model's KV takes, and how many tokens fit."),
     "doctor": Entry("kvd.cli.doctor", "doctor", "Check this machine and the daemon; say how to fix what is wrong."),
     "demo": Entry("kvd.cli.demo", "demo", "Watch processes share a real model's KV cache."),
     "bench": Entry("kvd.cli.bench", "bench", "Measure kvd, each number beside its limit in the same run."),

@@ -110,10 +110,15 @@ class Release(_Request, frozen=True, tag="release"):
 
 
 class Match(_Request, frozen=True, tag="match"):
-    """How far a prefix is resident, and reaches in the tiers below, pinning nothing; answered by `Matched`."""
+    """How far a prefix is resident, and reaches in the tiers below, pinning nothing; answered by `Matched`.
+
+    With `namespace`, a digest as status names it, `cache` is ignored and that namespace is asked about, which must be
+    one of the asker's tenant that somebody opened since the daemon's start.
+    """
 
     cache: int
     hashes: bytes
+    namespace: bytes = b""
 
 
 class Prefetch(_Request, frozen=True, tag="prefetch"):
