@@ -34,6 +34,7 @@ from kvd_client.sequence_state import SequenceOptions
 from kvd_client.sequence_view import SequenceView
 from kvd_client.tier_verbs import FlushOutcome, Pinned, Reach
 from kvd_client.verb import Tokens, Verb
+from kvd_client.verbs import VerifyOutcome
 
 if TYPE_CHECKING:
     import torch
@@ -129,6 +130,10 @@ class Client:
     async def check(self) -> None:
         """Has the daemon verify every invariant of its pools."""
         await self._runner.run(verbs.check)
+
+    async def verify(self) -> VerifyOutcome:
+        """See `kvd_client.Client.verify`."""
+        return await self._runner.run(verbs.verify)
 
     async def flush(
         self, *, namespace: bytes | None = None, model: str | None = None, tier: str | None = None

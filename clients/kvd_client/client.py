@@ -17,6 +17,7 @@ from kvd_client.cache import Cache
 from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.tier_verbs import FlushOutcome, Reach
 from kvd_client.verb import Tokens
+from kvd_client.verbs import VerifyOutcome
 
 
 def connect(
@@ -103,6 +104,13 @@ class Client:
     def check(self) -> None:
         """Has the daemon verify every invariant of its pools. Raises `StateError` naming the fault."""
         self._runner.run(verbs.check)
+
+    def verify(self) -> VerifyOutcome:
+        """Has the daemon compare every sealed block with the checksum its writer gave; what differs is dropped.
+
+        Many short requests, so that nobody else waits for it. Raises `PermissionRefused`.
+        """
+        return self._runner.run(verbs.verify)
 
     def flush(
         self, *, namespace: bytes | None = None, model: str | None = None, tier: str | None = None

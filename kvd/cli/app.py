@@ -112,5 +112,6 @@ def app() -> None:
 
     Exit codes: 0 done, 2 a request or command line that can never be right, 3 no daemon there, 4 no right to connect,
     5 not enough memory, 6 the daemon did not answer in time, 7 a wrong configuration, 8 an unusable runtime folder,
-    9 another daemon runs there, 10 a model that cannot be served, 11 the GPU or its driver, 1 anything else.
+    9 another daemon runs there, 10 a model that cannot be served, 11 the GPU or its driver, 12 and 13 what `kvd doctor`
+    found (warnings, errors), 1 anything else.
     """

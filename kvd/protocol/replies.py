@@ -98,6 +98,15 @@ class Pinned(_Reply, frozen=True, tag="pinned"):
     is_lasting: bool = False
 
 
+class Verified(_Reply, frozen=True, tag="verified"):
+    """Of one step: where to go on (0 is the end), blocks compared, blocks without a checksum, hashes that differed."""
+
+    cursor: int
+    num_verified: int
+    num_unchecked: int
+    corrupt: list[str] = []
+
+
 class Flushed(_Reply, frozen=True, tag="flushed"):
     """`num_blocks` left the pools; `untold` tiers are down, and are told before anything else is asked of them."""
 
@@ -132,4 +141,5 @@ Reply = (
     | Flushed
     | Spilling
     | StatusReply
+    | Verified
 )

@@ -196,6 +196,16 @@ class Status(_Request, frozen=True, tag="status"):
     with_map: bool = False
 
 
+class Verify(_Request, frozen=True, tag="verify"):
+    """Compares some sealed blocks with the checksums their writers gave; answered by `Verified`.
+
+    `cursor` is 0, then what the last reply said, until that says 0. A block that differs is found by nobody from then
+    on. For root and the daemon's user; others get `permission-refused`.
+    """
+
+    cursor: int = 0
+
+
 class Check(_Request, frozen=True, tag="check"):
     """Verifies every invariant of the pools; answered by `Done`, or by `Failed` with `state-error` naming the fault.
 
@@ -219,5 +229,6 @@ Request = (
     | Flush
     | Spill
     | Status
+    | Verify
     | Check
 )

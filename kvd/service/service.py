@@ -15,7 +15,7 @@ from kvd.layout import KVLayout
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import CacheOpened, Done, Failed, Pinned, Reply, Sealed, StatusReply
+from kvd.protocol.replies import CacheOpened, Done, Failed, Pinned, Reply, Sealed, StatusReply, Verified
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
@@ -33,6 +33,7 @@ from kvd.service.segments import SegmentTable, Stock
 from kvd.service.sessions import Session
 from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
+from kvd.service.verifying import verify
 from kvd.status import Snapshot, WaitStatus
 
 _MIN_NAMESPACES_UNTIL_LOOK = 1024
@@ -128,6 +129,7 @@ class Service:
             requests.Flush: self._flush,
             requests.Spill: tiers.spill,
             requests.Status: self._status,
+            requests.Verify: self._verify,
             requests.Check: self._check,
         }
 
@@ -393,6 +395,14 @@ class Service:
         viewer = session if self.settings.is_walled(session.identity) else None
         snapshot = status.snapshot(self, viewer, with_map=request.with_map)
         return StatusReply(request.request_id, self.epoch, snapshot)
+
+    def _verify(self, session: Session, request: requests.Verify) -> Reply:
+        if session.identity.uid not in self.settings.admin_uids:
+            raise PermissionRefused("only root and the daemon's own user may have the blocks verified")
+        step = verify(self.pools, self._table, request.cursor)
+        return Verified(
+            request.request_id, self.epoch, step.cursor, step.num_verified, step.num_unchecked, step.corrupt
+        )
 
     def _check(self, session: Session, request: requests.Check) -> Reply:
         # It looks at every block there is while all others wait.
