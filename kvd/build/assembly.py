@@ -17,8 +17,10 @@ from kvd.build.pool_rules import pool_rules
 from kvd.build.sizes import Sizes, decide_sizes, session_capacity
 from kvd.build.tiers import LowerTiers, build_tiers
 from kvd.config.schema import Config
-from kvd.errors import RuntimeFolderError
+from kvd.errors import ConfigError, RuntimeFolderError
 from kvd.memory import ControlPage, SegmentStock, available_memory_nbytes
+from kvd.metrics import parse_address
+from kvd.metrics.exporter import Exporter
 from kvd.mover import Mover
 from kvd.pool import Pools
 from kvd.protocol.control_page import DaemonState
@@ -121,6 +123,9 @@ def assemble(
 
     # Every session maps the same page: behind walls it must not tell what goes on in the other rooms.
     is_public = config.access.isolation != "uid"
+    exporter, metrics_warning = _exporter(config, access, closing)
+    if metrics_warning:
+        service.warn(metrics_warning)
     counters = service.control_counters()
     counted_at_s = time.monotonic()
 
@@ -130,6 +135,8 @@ def assemble(
             counters, counted_at_s = service.control_counters(), time.monotonic()
             on_used(counters["used_nbytes"])
         control_page.write(DaemonState.SERVING, counters if is_public else None)
+        if exporter is not None and exporter.is_wanted:
+            exporter.offer(service.snapshot())
         on_heartbeat()
 
     def wait_for_mover(seconds: float) -> None:
@@ -196,6 +203,31 @@ def _pin_files(config: Config, closing: contextlib.ExitStack) -> tuple[PinFiles 
         return None, (f"pins do not outlive the daemon: {error}",)
     closing.callback(files.close)
     return files, ()
+
+
+def _exporter(config: Config, access: SocketAccess, closing: contextlib.ExitStack) -> tuple[Exporter | None, str]:
+    """Where metrics are served, if anywhere; an address that cannot be had is a warning, and no reason not to serve.
+
+    Raises `ConfigError` for one that is none, or a library that is missing.
+    """
+    if not config.metrics.listen:
+        return None, ""
+    address = parse_address(config.metrics.listen)
+    mode, gid = access.mode, access.gid
+    if config.access.isolation == "uid":
+        # Totals over all tenants tell each of them about the others.
+        mode, gid = 0o600, None
+        if address.path is None:
+            raise ConfigError(
+                "metrics.listen names a port, which every user of this machine can read; with access.isolation = uid "
+                "use unix:///PATH, which then is the daemon's user's and root's alone"
+            )
+    try:
+        exporter = Exporter(address, mode=mode, gid=gid)
+    except RuntimeFolderError as error:
+        return None, str(error)
+    closing.callback(exporter.close)
+    return exporter, ""
 
 
 def _tier_settings(config: Config) -> TierSettings:

@@ -219,6 +219,19 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     redis: RedisTier = RedisTier()
 
 
+class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures for Prometheus; METRICS.md lists them."""
+
+    listen: Annotated[
+        str,
+        Meta(
+            description="Where they may be fetched: 127.0.0.1:PORT, [::1]:PORT or unix:///PATH; empty is nowhere. "
+            "Needs the extra [metrics].",
+            max_length=256,
+        ),
+    ] = ""
+
+
 class Log(msgspec.Struct, frozen=True, kw_only=True):
     """What the daemon writes to stderr."""
 
@@ -247,4 +260,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     tiers: Tiers = Tiers()
     pools: tuple[PoolRule, ...] = ()
     """The `[[pools]]` tables of the file, which have no variable and no flag; checked by `kvd.config.read_pools`."""
+    metrics: Metrics = Metrics()
     log: Log = Log()

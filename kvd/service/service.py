@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvd.block import SessionId
@@ -230,6 +231,10 @@ class Service:
         self.pool_rules = pool_rules
         self._blocks_moved(*self.pools.all)
         self._progress.settle()
+
+    def warn(self, text: str) -> None:
+        """What the start had to settle for, found out after this was made; shown by every status."""
+        self.settings = replace(self.settings, warnings=(*self.settings.warnings, text))
 
     def snapshot(self, *, with_map: bool = False) -> Snapshot:
         """Everything at one moment; `with_map` with a picture of each pool's blocks."""
