@@ -188,7 +188,7 @@ def test_without_being_asked_it_serves_nothing(tmp_path):
         threads = [path.read_text().strip() for path in Path(f"/proc/{daemon.pid}/task").glob("*/comm")]
         assert "kvd-metrics" not in threads
         listening = Path(f"/proc/{daemon.pid}/net/tcp").read_text()
-        own = {os.readlink(fd) for fd in Path(f"/proc/{daemon.pid}/fd").iterdir()}
+        own = {str(fd.readlink()) for fd in Path(f"/proc/{daemon.pid}/fd").iterdir()}
         assert not any(f"socket:[{line.split()[9]}]" in own for line in listening.splitlines()[1:])
 
 
