@@ -35,6 +35,10 @@ class PoolStatus(_Part, frozen=True):
     """The card's UUID when this is the host pool beside one, for clients that cannot map that card."""
     name: str = ""
     """Of the rule it was made for; empty without one."""
+    block_map: str = ""
+    """One letter of `BLOCK_LETTERS` a block, in the order of the ids, where it was asked for; see `map_step`."""
+    map_step: int = 1
+    """Each letter stands for the first of so many adjacent blocks: a large pool is sampled."""
 
 
 class NamespaceStatus(_Part, frozen=True):
@@ -49,6 +53,25 @@ class NamespaceStatus(_Part, frozen=True):
     block_tokens: int
     num_sealed: int
     counters: dict[str, int]
+    positional: str = ""
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    dtype: str = ""
+    computed_tokens: int = 0
+    """Tokens whose computation clients have reported, with how long it took."""
+    computed_s: float = 0.0
+
+
+class SavingsStatus(_Part, frozen=True):
+    """What sharing has saved. Tokens are counted; seconds are those that the clients' own rates come to."""
+
+    num_tokens: int
+    """Tokens that were found and so not computed."""
+    num_tokens_rated: int
+    """Those of them whose namespace somebody has reported the speed of."""
+    prefill_s: float
+    """Their number times computed_s / computed_tokens of their namespace."""
 
 
 class MapStatus(_Part, frozen=True):
@@ -83,6 +106,13 @@ class ClientStatus(_Part, frozen=True):
     stalled: bool
     maps: list[MapStatus] = []
     """The segments it can map, by pool."""
+    mapped_nbytes: int = 0
+    """Bytes of the segments whose memory it was given."""
+    mode: str = "mapped"
+    """How it gets at the blocks: mapped, its own address space shows the daemon's memory; staged, that of the host pool
+    beside a card."""
+    prefill_s_saved: float | None = None
+    """See `SavingsStatus`; None as long as nobody has reported a speed."""
 
 
 class MemoryStatus(_Part, frozen=True):
@@ -171,6 +201,54 @@ class MoverStatus(_Part, frozen=True):
     counters: dict[str, int]
 
 
+class WaitStatus(_Part, frozen=True):
+    """Requests that wait for the same thing."""
+
+    what: str
+    """computation (somebody else computes the block), promotion or answer (of a tier below), blocks, or memory."""
+    pool: int
+    """-1 where it concerns none."""
+    hash: str
+    """Of the block that is waited for; empty when it is none in particular."""
+    waiting: list[int]
+    """Sessions, first come first."""
+    writer: int
+    """The session that computes it; 0 when that is no session."""
+    left_s: float
+    """Until the last of them stops waiting."""
+
+
+class PinStatus(_Part, frozen=True):
+    """A prompt that is kept resident."""
+
+    pin: str
+    """Its name, for `kvd pin --remove`."""
+    label: str
+    uid: int
+    tenant: str
+    model: str
+    pool: int
+    """-1 until there is one after a start."""
+    num_tokens: int
+    """Of its full blocks."""
+    num_tokens_resident: int
+    held_nbytes: int
+    is_lasting: bool
+    """Whether it outlives the daemon."""
+
+
+BLOCK_LETTERS = {
+    ".": "free",
+    "w": "reserved by a writer",
+    "f": "being filled from below",
+    "u": "in use",
+    "c": "cached",
+    "b": "cached, with a copy below",
+    "-": "in a segment that is being given up",
+}
+"""What the letters of `PoolStatus.block_map` stand for."""
+
+
 class Snapshot(_Part, frozen=True):
     """Everything at one moment."""
 
@@ -201,3 +279,7 @@ class Snapshot(_Part, frozen=True):
     """
     num_namespaces_omitted: int = 0
     """Namespaces left out of `namespaces`, which names those with most sealed blocks."""
+    savings: SavingsStatus = SavingsStatus(num_tokens=0, num_tokens_rated=0, prefill_s=0.0)
+    """Of all clients since the daemon's start."""
+    waits: list[WaitStatus] = []
+    pins: list[PinStatus] = []

@@ -15,9 +15,10 @@ from __future__ import annotations
 from kvd.errors import KvdError
 from kvd.hashing import Namespace
 from kvd.layout import KVLayout
+from kvd_client.blobs import Blobs
 from kvd_client.cache import Cache
 from kvd_client.client import Client, connect
 from kvd_client.sequence import Sequence
 from kvd_client.verb import Tokens
 
-__all__ = ["Cache", "Client", "KVLayout", "KvdError", "Namespace", "Sequence", "Tokens", "connect"]
+__all__ = ["Blobs", "Cache", "Client", "KVLayout", "KvdError", "Namespace", "Sequence", "Tokens", "connect"]

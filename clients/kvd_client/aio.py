@@ -16,21 +16,25 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import time
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from kvd.blobs import DEFAULT_BLOCK_NBYTES
 from kvd.hashing import Namespace
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
 from kvd_client import tier_verbs, verbs
+from kvd_client.aio_blobs import Blobs
 from kvd_client.aio_runner import AsyncRunner
 from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.sequence_core import SequenceCore
 from kvd_client.sequence_state import SequenceOptions
 from kvd_client.sequence_view import SequenceView
-from kvd_client.tier_verbs import FlushOutcome, Reach
+from kvd_client.tier_verbs import FlushOutcome, Pinned, Reach
 from kvd_client.verb import Tokens, Verb
+from kvd_client.verbs import VerifyOutcome
 
 if TYPE_CHECKING:
     import torch
@@ -111,19 +115,35 @@ class Client:
         opened = await self._runner.run(lambda link: verbs.open_cache(link, namespace))
         return Cache(self._runner, namespace, opened.digest, checksums=checksums)
 
-    async def status(self) -> Snapshot:
-        """What `kvd status` shows."""
-        return await self._runner.run(verbs.status)
+    def blobs(self, name: str, *, salt: str = "", block_nbytes: int = DEFAULT_BLOCK_NBYTES) -> Blobs:
+        """See `kvd_client.Client.blobs`."""
+        return Blobs(self._runner, name, salt=salt, block_nbytes=block_nbytes)
+
+    async def status(self, *, with_map: bool = False) -> Snapshot:
+        """See `kvd_client.Client.status`."""
+        return await self._runner.run(lambda link: verbs.status(link, with_map=with_map))
+
+    async def reach(self, namespace: bytes, block_tokens: int, token_ids: Tokens) -> Reach:
+        """See `kvd_client.Client.reach`."""
+        return await self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, token_ids))
 
     async def check(self) -> None:
         """Has the daemon verify every invariant of its pools."""
         await self._runner.run(verbs.check)
+
+    async def verify(self) -> VerifyOutcome:
+        """See `kvd_client.Client.verify`."""
+        return await self._runner.run(verbs.verify)
 
     async def flush(
         self, *, namespace: bytes | None = None, model: str | None = None, tier: str | None = None
     ) -> FlushOutcome:
         """See `kvd_client.Client.flush`."""
         return await self._runner.run(lambda link: tier_verbs.flush(link, namespace=namespace, model=model, tier=tier))
+
+    async def unpin(self, pin: str) -> None:
+        """See `kvd_client.Client.unpin`."""
+        await self._runner.run(lambda link: tier_verbs.unpin(link, pin))
 
     async def spill(self) -> int:
         """See `kvd_client.Client.spill`."""
@@ -219,6 +239,10 @@ class Cache:
         """See `kvd_client.Cache.prefetch`."""
         await self._runner.run(lambda link: tier_verbs.prefetch(link, self._namespace, token_ids))
 
+    async def pin(self, token_ids: Tokens, *, label: str = "") -> Pinned:
+        """See `kvd_client.Cache.pin`."""
+        return await self._runner.run(lambda link: tier_verbs.pin(link, self._namespace, token_ids, label=label))
+
     async def get_or_compute(
         self,
         token_ids: Tokens,
@@ -234,11 +258,13 @@ class Cache:
         seq = await self.sequence(
             token_ids, max_tokens, wait_s=wait_s, materialize=materialize, verify=verify, populate=populate
         )
+        missing, started_s = seq.num_missing_tokens, time.monotonic()
         try:
             work = compute(seq)
             if inspect.isawaitable(work):
                 await work
             seq.require_complete()
+            seq.computed(missing, time.monotonic() - started_s)
             await seq.commit()
         except BaseException:
             await seq.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from kvd.hashing import Namespace
@@ -10,7 +11,7 @@ from kvd_client import tier_verbs, verbs
 from kvd_client.blocking import Runner
 from kvd_client.sequence import Sequence
 from kvd_client.sequence_state import SequenceOptions
-from kvd_client.tier_verbs import Reach
+from kvd_client.tier_verbs import Pinned, Reach
 from kvd_client.verb import Tokens
 
 
@@ -103,6 +104,14 @@ class Cache:
         """Has what the tiers below know of the prefix brought up to memory; does not wait for it, and pins nothing."""
         self._runner.run(lambda link: tier_verbs.prefetch(link, self._namespace, token_ids))
 
+    def pin(self, token_ids: Tokens, *, label: str = "") -> Pinned:
+        """Has the daemon keep the full blocks of a prompt resident: those it has, and the others once they are there.
+
+        It outlives this session, and the daemon where that keeps its state on disk; `Client.unpin` ends it. `label` is
+        shown by `kvd pin --list`. Raises `QuotaExceeded` beyond limits.pinned, `InvalidRequest` for less than a block.
+        """
+        return self._runner.run(lambda link: tier_verbs.pin(link, self._namespace, token_ids, label=label))
+
     def get_or_compute(
         self,
         token_ids: Tokens,
@@ -118,7 +127,8 @@ class Cache:
 
         `compute(seq)` must append tokens seq.num_cached_tokens .. len(token_ids) to every layer; the full blocks are
         then published. If it raises (or leaves tokens out: `InvalidRequest`), the sequence is closed and the
-        announcement dropped at once, so whoever waits goes on. Raises what `sequence` raises.
+        announcement dropped at once, so whoever waits goes on. How long it took is what `kvd status` estimates saved
+        prefill seconds by. Raises what `sequence` raises.
         """
         seq = self.sequence(
             token_ids,
@@ -128,9 +138,11 @@ class Cache:
             verify=verify,
             populate=populate,
         )
+        missing, started_s = seq.num_missing_tokens, time.monotonic()
         try:
             compute(seq)
             seq.require_complete()
+            seq.computed(missing, time.monotonic() - started_s)
             seq.commit()
         except BaseException:
             seq.close()

@@ -6,14 +6,18 @@ import os
 from types import TracebackType
 from typing import Self
 
+from kvd.blobs import DEFAULT_BLOCK_NBYTES
 from kvd.hashing import Namespace
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
 from kvd_client import tier_verbs, verbs
+from kvd_client.blobs import Blobs
 from kvd_client.blocking import Runner
 from kvd_client.cache import Cache
 from kvd_client.options import DEFAULT_OPTIONS, Options
-from kvd_client.tier_verbs import FlushOutcome
+from kvd_client.tier_verbs import FlushOutcome, Reach
+from kvd_client.verb import Tokens
+from kvd_client.verbs import VerifyOutcome
 
 
 def connect(
@@ -78,13 +82,35 @@ class Client:
         )
         return Cache(self._runner, namespace, checksums=checksums)
 
-    def status(self) -> Snapshot:
-        """What `kvd status` shows."""
-        return self._runner.run(verbs.status)
+    def blobs(self, name: str, *, salt: str = "", block_nbytes: int = DEFAULT_BLOCK_NBYTES) -> Blobs:
+        """Byte strings of any length under keys; see `kvd_client.blobs`.
+
+        `name` and `salt` are what must be equal for the blobs to be exchangeable. `block_nbytes`, part of that, is the
+        unit of memory they take: a multiple of 4096. Asks the daemon nothing yet.
+        """
+        return Blobs(self._runner, name, salt=salt, block_nbytes=block_nbytes)
+
+    def status(self, *, with_map: bool = False) -> Snapshot:
+        """What `kvd status` shows; `with_map` with a picture of each pool's blocks (`PoolStatus.block_map`)."""
+        return self._runner.run(lambda link: verbs.status(link, with_map=with_map))
+
+    def reach(self, namespace: bytes, block_tokens: int, token_ids: Tokens) -> Reach:
+        """As `Cache.reach`, in a namespace that somebody else opened: `status` has its digest and its block_tokens.
+
+        Raises `InvalidRequest` for one that the daemon does not know, or of another tenant.
+        """
+        return self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, token_ids))
 
     def check(self) -> None:
         """Has the daemon verify every invariant of its pools. Raises `StateError` naming the fault."""
         self._runner.run(verbs.check)
+
+    def verify(self) -> VerifyOutcome:
+        """Has the daemon compare every sealed block with the checksum its writer gave; what differs is dropped.
+
+        Many short requests, so that nobody else waits for it. Raises `PermissionRefused`.
+        """
+        return self._runner.run(verbs.verify)
 
     def flush(
         self, *, namespace: bytes | None = None, model: str | None = None, tier: str | None = None
@@ -97,6 +123,10 @@ class Client:
         and for an empty argument.
         """
         return self._runner.run(lambda link: tier_verbs.flush(link, namespace=namespace, model=model, tier=tier))
+
+    def unpin(self, pin: str) -> None:
+        """Ends a pin, named as `Cache.pin` did. Raises `PermissionRefused` for another user's."""
+        self._runner.run(lambda link: tier_verbs.unpin(link, pin))
 
     def spill(self) -> int:
         """Has every idle block without a copy below copied down; how many there still are. Does not wait: ask again.

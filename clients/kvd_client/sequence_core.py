@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -20,6 +21,9 @@ from kvd_client.sequence_state import SequenceOptions, SequenceState
 from kvd_client.storage import MappedStorage, Storage, has_room_for
 from kvd_client.verb import Tokens, Verb, expect
 
+MIN_PREFILL_TOKENS = 64
+"""A step of fewer is bounded by other things than a prefill, and would make its rate look worse than it is."""
+
 
 class SequenceCore(SequenceState):
     """A whole sequence, whatever drives it. Mappings change under the link's guard."""
@@ -32,6 +36,8 @@ class SequenceCore(SequenceState):
         """Places whose hashes this session announced and has not sealed."""
         self._retired: list[Storage] = []
         """Storages this sequence has left, over which views still live."""
+        self._computed_tokens, self._computed_s = 0, 0.0
+        """What `computed` was told since the last seal."""
 
     def start(self, num_cached: int, blocks: Sequence[BlockId], *, num_announced: int) -> None:
         """Attaches the blocks that begin, reserve or retain gave: `num_cached` sealed ones, then reserved ones.
@@ -182,6 +188,8 @@ class SequenceCore(SequenceState):
             pack_block_ids(own),
             pack_hashes(self._names.hashes(first, stop)),
             checksums,
+            self._computed_tokens,
+            self._computed_s,
         )
         try:
             with self.link.guard:
@@ -198,6 +206,7 @@ class SequenceCore(SequenceState):
             if mine != theirs
         }
         self._num_sealed = stop
+        self._computed_tokens, self._computed_s = 0, 0.0
         self._announced = range(max(self._announced.start, stop), max(self._announced.stop, stop))
 
     def _let_go_of_copies(self) -> None:
@@ -212,6 +221,12 @@ class SequenceCore(SequenceState):
                 self._storage.replace(place, self._blocks[place])
         self._post_release(reserved=list(self._own_copies.values()))
         self._own_copies = {}
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens were computed in so many seconds; the next seal says so. Too few tell nothing of a prefill."""
+        if num_tokens >= MIN_PREFILL_TOKENS and 0 < seconds < math.inf:
+            self._computed_tokens += num_tokens
+            self._computed_s += seconds
 
     def truncate(self, num_tokens: int) -> Verb[None]:
         """Forgets the tokens from `num_tokens` on."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from kvd.block import NamespaceDigest
 from kvd.errors import InvalidRequest
 from kvd.hashing import Namespace, chain_hashes, encode_tokens, pack_hashes
+from kvd.protocol import replies
 from kvd.protocol.replies import Done, Flushed, Matched, Resized, Spilling
-from kvd.protocol.requests import Flush, Match, Prefetch, Resize, Spill
+from kvd.protocol.requests import Flush, Match, Pin, Prefetch, Resize, Spill, Unpin
 from kvd_client import verbs
 from kvd_client.link import Link
 from kvd_client.verb import Tokens, Verb, expect
@@ -63,10 +64,45 @@ def reach(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[Reach]:
     return Reach(matched.num_resident * block_tokens, by_tier)
 
 
+def reach_in(link: Link, digest: bytes, block_tokens: int, token_ids: Tokens) -> Verb[Reach]:
+    """The same in a namespace of the own tenant that is known by its digest alone."""
+    link.require_alive()
+    hashes = pack_hashes(chain_hashes(NamespaceDigest(digest), encode_tokens(token_ids), block_tokens))
+    matched = expect((yield Match(link.next_id(), link.epoch, 0, hashes, digest)), Matched)
+    by_tier = {name: length * block_tokens for name, length in zip(matched.tiers, matched.reach, strict=True)}
+    return Reach(matched.num_resident * block_tokens, by_tier)
+
+
 def prefetch(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[None]:
     """Returns when the daemon knows of it."""
     handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))
     expect((yield Prefetch(link.next_id(), link.epoch, handle, hashes)), Done)
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A prompt that the daemon keeps resident."""
+
+    pin: str
+    """Its name, for `Client.unpin`."""
+    num_tokens: int
+    """Of its full blocks."""
+    num_tokens_resident: int
+    """Held now; the rest is held as soon as it is computed, or has come up from a tier."""
+
+
+def pin(link: Link, namespace: Namespace, token_ids: Tokens, *, label: str) -> Verb[Pinned]:
+    """Returns when the daemon knows of it."""
+    handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))
+    pinned = expect((yield Pin(link.next_id(), link.epoch, handle, hashes, label)), replies.Pinned)
+    block_tokens = namespace.layout.block_tokens
+    return Pinned(pinned.pin, pinned.num_blocks * block_tokens, pinned.num_resident * block_tokens)
+
+
+def unpin(link: Link, name: str) -> Verb[None]:
+    """Returns when it is gone."""
+    link.require_alive()
+    expect((yield Unpin(link.next_id(), link.epoch, name)), Done)
 
 
 def flush(link: Link, *, namespace: bytes | None, model: str | None, tier: str | None) -> Verb[FlushOutcome]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvd.block import ChainHash, NamespaceDigest
 from kvd.errors import CorruptBlock, InvalidRequest, OutOfBlocks, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, Namespace, chain_hashes, encode_tokens, pack_hashes
-from kvd.protocol.replies import Begun, CacheOpened, Done, Matched, Reserved, StatusReply
-from kvd.protocol.requests import Begin, Check, Match, OpenCache, Release, Reserve, Status
+from kvd.protocol.replies import Begun, CacheOpened, Done, Matched, Reserved, StatusReply, Verified
+from kvd.protocol.requests import Begin, Check, Match, OpenCache, Release, Reserve, Status, Verify
 from kvd.protocol.wire import unpack_block_ids
 from kvd.status import Snapshot
 from kvd_client.link import Link, OpenedCache
@@ -19,16 +20,42 @@ from kvd_client.sequence_state import SequenceOptions
 from kvd_client.verb import Tokens, Verb, expect
 
 
-def status(link: Link) -> Verb[Snapshot]:
+@dataclass(frozen=True, slots=True)
+class VerifyOutcome:
+    """What a verification of every sealed block found."""
+
+    num_verified: int
+    num_unchecked: int
+    """Blocks whose writers gave no checksum."""
+    corrupt: tuple[str, ...]
+    """Hashes of the blocks that differ; they were dropped."""
+
+
+def status(link: Link, *, with_map: bool = False) -> Verb[Snapshot]:
     """What `kvd status` shows."""
     link.require_alive()
-    return expect((yield Status(link.next_id(), link.epoch)), StatusReply).snapshot
+    return expect((yield Status(link.next_id(), link.epoch, with_map)), StatusReply).snapshot
 
 
 def check(link: Link) -> Verb[None]:
     """Has the daemon verify its pools."""
     link.require_alive()
     expect((yield Check(link.next_id(), link.epoch)), Done)
+
+
+def verify(link: Link) -> Verb[VerifyOutcome]:
+    """Has the daemon compare every sealed block with its checksum, step by step."""
+    link.require_alive()
+    num_verified = num_unchecked = cursor = 0
+    corrupt: list[str] = []
+    while True:
+        step = expect((yield Verify(link.next_id(), link.epoch, cursor)), Verified)
+        num_verified += step.num_verified
+        num_unchecked += step.num_unchecked
+        corrupt += step.corrupt
+        cursor = step.cursor
+        if not cursor:
+            return VerifyOutcome(num_verified, num_unchecked, tuple(corrupt))
 
 
 def settle(link: Link) -> Verb[None]:

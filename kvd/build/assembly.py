@@ -18,7 +18,10 @@ from kvd.build.pool_rules import pool_rules
 from kvd.build.sizes import Sizes, session_capacity
 from kvd.build.tiers import LowerTiers, build_tiers
 from kvd.config.schema import Config
+from kvd.errors import ConfigError, RuntimeFolderError
 from kvd.memory import ControlPage, available_memory_nbytes
+from kvd.metrics import parse_address
+from kvd.metrics.exporter import Exporter
 from kvd.mover import Mover
 from kvd.pool import Pools
 from kvd.protocol.control_page import DaemonState
@@ -26,6 +29,7 @@ from kvd.server.endpoints import SocketAccess
 from kvd.server.limits import Limits
 from kvd.server.server import Server
 from kvd.service import Service, ServiceSettings
+from kvd.service.pin_files import PinFiles
 from kvd.service.settings import TierSettings
 from kvd.tiers.stack import Stack
 
@@ -81,10 +85,12 @@ def assemble(
     # Random, so that no two daemons on this machine ever share one, restored snapshots and clocks set back included.
     epoch = secrets.randbits(62) + 1
     control_page = closing.enter_context(ControlPage(epoch=epoch))
+    pin_files, pin_warnings = _pin_files(config, closing)
     service = Service(
         pools=_pools(config, built),
         homes=[home for home, _ in built.homes],
         mover=mover,
+        pin_files=pin_files,
         epoch=epoch,
         settings=ServiceSettings(
             isolation=config.access.isolation,
@@ -94,9 +100,11 @@ def assemble(
             max_wait_s=config.waits.max_s,
             checksums=config.memory.checksums,
             idle_release_s=config.memory.idle_release_s,
+            pinned_share=config.limits.pinned,
+            uid_quota_nbytes=config.limits.uid_nbytes or None,
             tiers=_tier_settings(config),
             pool_rules=pool_rules(config, built.devices),
-            warnings=warnings + built.warnings + tiers.warnings,
+            warnings=warnings + built.warnings + tiers.warnings + pin_warnings,
         ),
         version=__version__,
         pid=os.getpid(),
@@ -110,6 +118,9 @@ def assemble(
 
     # Every session maps the same page: behind walls it must not tell what goes on in the other rooms.
     is_public = config.access.isolation != "uid"
+    exporter, metrics_warning = _exporter(config, access, closing)
+    if metrics_warning:
+        service.warn(metrics_warning)
     counters = service.control_counters()
     counted_at_s = time.monotonic()
 
@@ -119,6 +130,8 @@ def assemble(
             counters, counted_at_s = service.control_counters(), time.monotonic()
             on_used(counters["used_nbytes"])
         control_page.write(DaemonState.SERVING, counters if is_public else None)
+        if exporter is not None and exporter.is_wanted:
+            exporter.offer(service.snapshot())
         on_heartbeat()
 
     def wait_for_mover(seconds: float) -> None:
@@ -189,6 +202,44 @@ def _mover(tiers: LowerTiers, ready: int, closing: contextlib.ExitStack, *, has_
         stack = Stack([])
     closing.callback(stack.close)
     return Mover(stack, on_ready=lambda: os.eventfd_write(ready, 1))
+
+
+def _pin_files(config: Config, closing: contextlib.ExitStack) -> tuple[PinFiles | None, tuple[str, ...]]:
+    """Where pins outlive the daemon: the service manager's state folder, else the embedded server's; None without."""
+    folder = os.environ.get("STATE_DIRECTORY", "").split(":")[0] or config.tiers.redis.persistence
+    if not folder:
+        return None, ()
+    try:
+        files = PinFiles(Path(folder) / "pins")
+    except RuntimeFolderError as error:
+        return None, (f"pins do not outlive the daemon: {error}",)
+    closing.callback(files.close)
+    return files, ()
+
+
+def _exporter(config: Config, access: SocketAccess, closing: contextlib.ExitStack) -> tuple[Exporter | None, str]:
+    """Where metrics are served, if anywhere; an address that cannot be had is a warning, and no reason not to serve.
+
+    Raises `ConfigError` for one that is none, or a library that is missing.
+    """
+    if not config.metrics.listen:
+        return None, ""
+    address = parse_address(config.metrics.listen)
+    mode, gid = access.mode, access.gid
+    if config.access.isolation == "uid":
+        # Totals over all tenants tell each of them about the others.
+        mode, gid = 0o600, None
+        if address.path is None:
+            raise ConfigError(
+                "metrics.listen names a port, which every user of this machine can read; with access.isolation = uid "
+                "use unix:///PATH, which then is the daemon's user's and root's alone"
+            )
+    try:
+        exporter = Exporter(address, mode=mode, gid=gid)
+    except RuntimeFolderError as error:
+        return None, str(error)
+    closing.callback(exporter.close)
+    return exporter, ""
 
 
 def _tier_settings(config: Config) -> TierSettings:

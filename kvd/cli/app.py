@@ -30,12 +30,23 @@ class Entry(NamedTuple):
 COMMANDS = {
     "serve": Entry("kvd.cli.serve", "serve", "Run the daemon in the foreground."),
     "status": Entry("kvd.cli.status", "status", "Show memory, pools, models and clients of the running daemon."),
+    "top": Entry("kvd.cli.top", "top", "Watch blocks, tiers and clients live, full screen."),
+    "pools": Entry("kvd.cli.tables_of_status", "pools", "List the pools: segments, blocks in each state, evictions."),
+    "clients": Entry(
+        "kvd.cli.tables_of_status",
+        "clients",
+        "List the clients: what each holds, maps and was spared.",
+    ),
+    "why": Entry("kvd.cli.why", "why", "Say how far a prompt is cached, and what keeps the rest from being found."),
+    "pin": Entry("kvd.cli.pin", "pin", "Keep prompts resident, across restarts too."),
     "flush": Entry("kvd.cli.flush", "flush", "Forget cached blocks for good, in memory and every tier below."),
     "spill": Entry("kvd.cli.spill", "spill", "Copy every idle block that has no copy yet to the tiers below."),
     "prefetch": Entry(
         "kvd.cli.prefetch", "prefetch", "Bring prompts up from the tiers below before they are asked for."
     ),
     "resize": Entry("kvd.cli.resize", "resize", "Change how much memory the pools of a device may have."),
+    "size": Entry("kvd.cli.size", "size_command", "Say how much memory a model's KV takes, and how many tokens fit."),
+    "doctor": Entry("kvd.cli.doctor", "doctor", "Check this machine and the daemon; say how to fix what is wrong."),
     "demo": Entry("kvd.cli.demo", "demo", "Watch processes share a real model's KV cache."),
     "bench": Entry("kvd.cli.bench", "bench", "Measure kvd, each number beside its limit in the same run."),
     "config": Entry("kvd.cli.config", "config", "Print or check the configuration."),
@@ -102,5 +113,6 @@ def app() -> None:
 
     Exit codes: 0 done, 2 a request or command line that can never be right, 3 no daemon there, 4 no right to connect,
     5 not enough memory, 6 the daemon did not answer in time, 7 a wrong configuration, 8 an unusable runtime folder,
-    9 another daemon runs there, 10 a model that cannot be served, 11 the GPU or its driver, 1 anything else.
+    9 another daemon runs there, 10 a model that cannot be served, 11 the GPU or its driver, 12 and 13 what `kvd doctor`
+    found (warnings, errors), 1 anything else.
     """

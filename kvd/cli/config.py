@@ -57,10 +57,13 @@ def check(config_path: str | None, **options: object) -> None:
     """
     from kvd.build import check_tiers
     from kvd.daemon.folder import access_of_group
+    from kvd.metrics import parse_address
 
     result, path = loaded(config_path, options)
     _warn_of_ignored(result)
     access_of_group(result.config.access.group)
+    if result.config.metrics.listen:
+        parse_address(result.config.metrics.listen)
     try:
         check_tiers(result.config.tiers, os.environ)
     except TierUnavailable as error:

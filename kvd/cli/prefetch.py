@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import click
 import msgspec
-from msgspec import Meta
 
 import kvd_client
 from kvd.cli.options import runtime_dir_option
+from kvd.cli.prompts import FORMAT_HELP, PromptFile, open_cache, read_prompt
 from kvd.cli.text import count
 from kvd.cli.waiting import PATIENCE_S, watching
-from kvd.errors import InvalidRequest
-from kvd.hashing import Namespace
 
-_HELP = """\
+_HELP = f"""\
 Bring prompts up from the tiers below before they are asked for.
 
-For after a start: yesterday's documents are then in memory when the first request comes. A FILE is a JSON object,
-{"namespace": ..., "token_ids": [...]}, which Python writes with
-
-\b
-json.dump({"namespace": dataclasses.asdict(cache.namespace), "token_ids": token_ids}, file)
-"""
-
-TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-
-
-class PromptFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One prompt: `json.dumps({"namespace": dataclasses.asdict(cache.namespace), "token_ids": token_ids})`."""
-
-    namespace: Namespace
-    token_ids: list[TokenId]
+For after a start: yesterday's documents are then in memory when the first request comes. {FORMAT_HELP}"""
 
 
 class Prompt:
@@ -41,15 +24,7 @@ class Prompt:
 
     def __init__(self, client: kvd_client.Client, file: PromptFile) -> None:
         self._token_ids = file.token_ids
-        namespace = file.namespace
-        self._cache = client.cache(
-            model=namespace.model,
-            layout=namespace.layout,
-            engine=namespace.engine,
-            positional=namespace.positional,
-            adapter=namespace.adapter,
-            salt=namespace.salt,
-        )
+        self._cache = open_cache(client, file.namespace)
         self._cache.prefetch(self._token_ids)
 
     def reach(self) -> tuple[int, int]:
@@ -83,7 +58,7 @@ class Brought(msgspec.Struct, frozen=True):
 @click.option("--json", "as_json", is_flag=True, help="A list: file, num_tokens, num_resident, num_below.")
 def prefetch(runtime_dir: str | None, files: tuple[str, ...], no_wait: bool, patience: float, as_json: bool) -> None:
     """Asks for all of them first, so that they come up side by side, then watches one after another."""
-    prompts = {name: _read(Path(name)) for name in files}
+    prompts = {name: read_prompt(Path(name)) for name in files}
     with kvd_client.connect(runtime_dir, label="kvd prefetch") as client:
         asked = {name: Prompt(client, one) for name, one in prompts.items()}
         results = []
@@ -104,12 +79,3 @@ def _await(name: str, prompt: Prompt, patience_s: float) -> tuple[int, int]:
         while watch.moved(resident, there):
             resident, there = prompt.reach()
     return resident, there
-
-
-def _read(path: Path) -> PromptFile:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=PromptFile)
-    except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{path} is no prompt: {error}; see `kvd prefetch --help`") from error

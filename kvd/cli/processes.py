@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from kvd.status import Snapshot
+
 CLOCK_SLACK_S = 5.0
 
 
@@ -38,6 +40,11 @@ def process(pid: int, connected_s: float, now: float | None = None) -> Process:
     except (psutil.Error, OSError):
         return UNKNOWN
     return Process(command, max(0, memory.rss - memory.shared))
+
+
+def processes_of(snapshot: Snapshot) -> dict[int, Process]:
+    """By pid, of all its clients."""
+    return {client.pid: process(client.pid, client.connected_s) for client in snapshot.clients}
 
 
 def short_command(argv: list[str]) -> str:

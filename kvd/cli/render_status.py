@@ -5,7 +5,7 @@ Fits 80 columns: what is long (a model's name, a command) stands last and is cut
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -13,9 +13,9 @@ from rich.text import Text
 from kvd.cli.processes import UNKNOWN, Process
 from kvd.cli.render_memory import device_name, render_maps, render_memory
 from kvd.cli.render_tiers import render_tiers
-from kvd.cli.tables import plain_table
+from kvd.cli.tables import Column, FittedTable, plain_table
 from kvd.cli.text import count, duration, percent, printable, size
-from kvd.status import ClientStatus, NamespaceStatus, PoolStatus, Snapshot
+from kvd.status import ClientStatus, NamespaceStatus, PinStatus, PoolStatus, SavingsStatus, Snapshot
 
 MAX_NAMESPACES = 20
 """Shown; `--json` has more of them."""
@@ -24,26 +24,44 @@ MAX_NAMESPACES = 20
 def render_status(snapshot: Snapshot, processes: Mapping[int, Process], own_pid: int | None = None) -> RenderableType:
     """The whole page. `processes` is by pid; the session of `own_pid`, which only asks for this page, is left out."""
     clients = [client for client in snapshot.clients if client.pid != own_pid]
+    # Whoever only asked whether something is cached has made a namespace known, and nothing more.
+    namespaces = [one for one in snapshot.namespaces if one.num_sealed or any(one.counters.values())]
     memories = snapshot.memories or [snapshot.memory]
     has_card = any(memory.name for memory in memories)
     parts: list[RenderableType] = [_head(snapshot), *render_memory(memories)]
     if snapshot.tenant:
         parts.append(Text(f"only what is yours ({printable(snapshot.tenant)}): access.isolation is uid", style="dim"))
+    if snapshot.savings.num_tokens:
+        parts.append(Text(f"saved  {saved_sentence(snapshot.savings)}"))
     if snapshot.pools:
-        parts += [Text(), _pools(snapshot.pools, has_card=has_card)]
+        parts += [Text(), render_pools(snapshot.pools, has_card=has_card)]
     if snapshot.tiers:
         parts += [Text(), *render_tiers(snapshot.tiers, snapshot.mover)]
-    if snapshot.namespaces:
-        shown = _most_filled(snapshot.namespaces)
+    if namespaces:
+        shown = _most_filled(namespaces)
         parts += [Text(), _namespaces(shown, has_tiers=bool(snapshot.tiers))]
-        if num_more := len(snapshot.namespaces) - len(shown) + snapshot.num_namespaces_omitted:
+        if num_more := len(namespaces) - len(shown) + snapshot.num_namespaces_omitted:
             parts.append(Text(f"... {count(num_more)} more", style="dim"))
-    parts += [Text(), _clients(clients, processes) if clients else Text("no clients", style="dim")]
+    if snapshot.pins:
+        parts += [Text(), render_pins(snapshot.pins)]
+    parts += [Text(), render_clients(clients, processes) if clients else Text("no clients", style="dim")]
     if has_card and any(client.maps for client in clients):
         parts += [Text(), render_maps(clients)]
+    if waits := render_waits(snapshot):
+        parts += [Text(), *waits]
     if snapshot.warnings:
         parts += [Text(), *(Text(f"! {printable(warning)}", style="yellow") for warning in snapshot.warnings)]
     return Group(*parts)
+
+
+def saved_sentence(savings: SavingsStatus) -> str:
+    """Tokens, and seconds as far as somebody has reported a speed."""
+    text = f"{count(savings.num_tokens)} tokens"
+    if savings.num_tokens_rated:
+        text += f", {duration(savings.prefill_s)} of prefill"
+        if savings.num_tokens_rated < savings.num_tokens:
+            text += f" for {count(savings.num_tokens_rated)} of them"
+    return text
 
 
 def _head(snapshot: Snapshot) -> RenderableType:
@@ -53,7 +71,8 @@ def _head(snapshot: Snapshot) -> RenderableType:
     )
 
 
-def _pools(pools: list[PoolStatus], *, has_card: bool) -> RenderableType:
+def render_pools(pools: list[PoolStatus], *, has_card: bool = False) -> RenderableType:
+    """One row a pool."""
     rest = ["tenant"]
     rest += ["rule"] if any(pool.name for pool in pools) else []
     rest += ["device"] if has_card else []
@@ -120,22 +139,81 @@ def _namespaces(namespaces: list[NamespaceStatus], *, has_tiers: bool) -> Render
     return table
 
 
-def _clients(clients: list[ClientStatus], processes: Mapping[int, Process]) -> RenderableType:
+def render_pins(pins: Sequence[PinStatus]) -> RenderableType:
+    """One row a pinned prompt. "yes" under lasting: it outlives the daemon."""
     table = plain_table(
-        ("pid", "r"), ("memory", "r"), ("holds", "r"), ("waits", "r"), ("saved", "r"), ("connected", "r"),
-        ("client", "rest"),
-    )  # fmt: skip
+        ("pin", "l"), ("tokens", "r"), ("resident", "r"), ("holds", "r"), ("lasting", "l"), ("prompt", "rest")
+    )
+    for pin in pins:
+        table.add_row(
+            Text(printable(pin.pin)),
+            count(pin.num_tokens),
+            percent(pin.num_tokens_resident, pin.num_tokens),
+            size(pin.held_nbytes),
+            "yes" if pin.is_lasting else "no",
+            Text(printable(f"{pin.label}  {pin.model}".strip())),
+        )
+    return table
+
+
+_CLIENT_COLUMNS = (
+    Column("pid", "r"),
+    Column("uid", "r", 2),
+    Column("memory", "r", 5),
+    Column("refs", "r", 3),
+    Column("holds", "r", 7),
+    Column("mapped", "r", 1),
+    Column("mode", "l", 4),
+    Column("saved", "r"),
+    Column("prefill", "r"),
+    Column("connected", "r", 6),
+    Column("client", "rest"),
+)
+
+
+def render_clients(clients: Sequence[ClientStatus], processes: Mapping[int, Process]) -> RenderableType:
+    """One row a session. `saved` are tokens, `prefill` the seconds those would have taken, where a speed is known."""
+    rows = []
     for client in clients:
         process = processes.get(client.pid, UNKNOWN)
         private = process.private_nbytes
         name = printable(": ".join(filter(None, (client.label, process.command)))) or f"uid {client.uid}"
-        table.add_row(
-            str(client.pid),
-            "-" if private is None else size(private),
-            size(client.held_nbytes),
-            count(client.num_waiting) if client.num_waiting else "-",
-            count(client.tokens_saved),
-            duration(client.connected_s),
-            Text(("stalled: " if client.stalled else "") + name),
+        rows.append(
+            (
+                str(client.pid),
+                str(client.uid),
+                "-" if private is None else size(private),
+                count(client.num_references + client.num_reserved),
+                size(client.held_nbytes),
+                size(client.mapped_nbytes),
+                Text(printable(client.mode)),
+                count(client.tokens_saved),
+                "-" if client.prefill_s_saved is None else duration(client.prefill_s_saved),
+                duration(client.connected_s),
+                Text(("stalled: " if client.stalled else "") + name),
+            )
         )
-    return table
+    return FittedTable(_CLIENT_COLUMNS, rows)
+
+
+_WAITING_FOR = {
+    "computation": "block {hash} of pool {pool}, which {writer} computes",
+    "promotion": "block {hash} of pool {pool}, on its way up from a tier",
+    "answer": "the answer of a tier below",
+    "blocks": "blocks of pool {pool}: others hold all of them",
+    "memory": "memory that is being made",
+}
+
+
+def render_waits(snapshot: Snapshot) -> list[RenderableType]:
+    """A line for whatever somebody waits for."""
+    pids = {client.session: client.pid for client in snapshot.clients}
+    lines: list[RenderableType] = []
+    for wait in snapshot.waits:
+        what = _WAITING_FOR.get(wait.what, wait.what).format(
+            hash=wait.hash[:8], pool=wait.pool, writer=f"pid {pids[wait.writer]}" if wait.writer in pids else "another"
+        )
+        who = ", ".join(str(pids.get(session, "?")) for session in wait.waiting[:4])
+        more = f" and {count(len(wait.waiting) - 4)} more" if len(wait.waiting) > 4 else ""
+        lines.append(Text(f"waiting: {who}{more} for {printable(what)}, {duration(wait.left_s + 0.999)} at most"))
+    return lines

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 
 import click
-import msgspec
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
@@ -15,8 +14,9 @@ from rich.text import Text
 import kvd_client
 from kvd.cli.console import console
 from kvd.cli.options import runtime_dir_option
-from kvd.cli.processes import UNKNOWN, Process, process
+from kvd.cli.processes import processes_of
 from kvd.cli.render_status import render_status
+from kvd.cli.status_json import as_json_line
 from kvd.cli.text import one_line
 from kvd.errors import ConnectionFailed, DaemonRestarted, KvdError, RequestTimeout
 from kvd.status import Snapshot
@@ -29,7 +29,9 @@ TIMEOUT_S = 3.0
 
 @click.command()
 @runtime_dir_option
-@click.option("--json", "as_json", is_flag=True, help="The snapshot as one line of JSON; with each client's process.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="The snapshot as a line of JSON; docs/status.schema.json describes it."
+)
 @click.option("--watch", is_flag=True, help="Stay and show it again and again; survives a restart of the daemon.")
 @click.option(
     "--interval", type=click.FloatRange(0.05, 3600), default=1.0, show_default=True, help="Seconds, for --watch."
@@ -40,7 +42,7 @@ def status(runtime_dir: str | None, as_json: bool, watch: bool, interval: float,
     if not watch:
         with kvd_client.connect(runtime_dir, label=LABEL, timeout_s=TIMEOUT_S) as client:
             snapshot = client.status()
-        processes = _processes(snapshot)
+        processes = processes_of(snapshot)
         if as_json:
             click.echo(as_json_line(snapshot, processes))
         else:
@@ -50,26 +52,13 @@ def status(runtime_dir: str | None, as_json: bool, watch: bool, interval: float,
         if as_json:
             for result in _snapshots(runtime_dir, interval, count):
                 if isinstance(result, Snapshot):
-                    click.echo(as_json_line(result, _processes(result)))
+                    click.echo(as_json_line(result, processes_of(result)))
                 else:
                     click.echo(f"kvd: {one_line(str(result))}", err=True)
         else:
             _watch(runtime_dir, interval, count)
     except KeyboardInterrupt:
         return
-
-
-def as_json_line(snapshot: Snapshot, processes: dict[int, Process]) -> str:
-    """The snapshot's fields as they are; each client also has `command` and `private_nbytes` (null when not known)."""
-    fields = msgspec.to_builtins(snapshot)
-    for client in fields["clients"]:
-        seen = processes.get(client["pid"], UNKNOWN)
-        client["command"], client["private_nbytes"] = seen.command or None, seen.private_nbytes
-    return msgspec.json.encode(fields).decode()
-
-
-def _processes(snapshot: Snapshot) -> dict[int, Process]:
-    return {client.pid: process(client.pid, client.connected_s) for client in snapshot.clients}
 
 
 def _snapshots(runtime_dir: str | None, interval_s: float, count: int | None) -> Iterator[Snapshot | KvdError]:
@@ -110,5 +99,5 @@ def _watch(runtime_dir: str | None, interval_s: float, count: int | None) -> Non
 def _page(result: Snapshot | KvdError, last: RenderableType) -> RenderableType:
     """The new page; while there is no daemon, the last one under the reason."""
     if isinstance(result, Snapshot):
-        return render_status(result, _processes(result), os.getpid())
+        return render_status(result, processes_of(result), os.getpid())
     return Group(Text(one_line(str(result)), style="yellow"), last)

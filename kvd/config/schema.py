@@ -137,6 +137,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         QuotaSize,
         Meta(description="Most bytes of blocks that all sessions of one user may hold; 0 is no limit.", extra=SIZE),
     ] = 0
+    pinned: Annotated[
+        Fraction, Meta(description="Share of the memory budget that pinned prompts may take in all; 0 allows none.")
+    ] = 0.5
     credits: Annotated[
         Annotated[int, Meta(ge=1, le=4096)], Meta(description="Requests that one session may have in flight.")
     ] = 64
@@ -251,6 +254,19 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     redis: RedisTier = RedisTier()
 
 
+class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures for Prometheus; METRICS.md lists them."""
+
+    listen: Annotated[
+        str,
+        Meta(
+            description="Where they may be fetched: 127.0.0.1:PORT, [::1]:PORT or unix:///PATH; empty is nowhere. "
+            "Needs the extra [metrics].",
+            max_length=256,
+        ),
+    ] = ""
+
+
 class Log(msgspec.Struct, frozen=True, kw_only=True):
     """What the daemon writes to stderr."""
 
@@ -279,4 +295,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     tiers: Tiers = Tiers()
     pools: tuple[PoolRule, ...] = ()
     """The `[[pools]]` tables of the file, which have no variable and no flag; checked by `kvd.config.read_pools`."""
+    metrics: Metrics = Metrics()
     log: Log = Log()

@@ -9,7 +9,7 @@ back; what follows from that is the service's affair.
     mover.close()                                               then the stack may be closed
 """
 
-from kvd.mover.jobs import Carry, Fill, Flush, Job, Learn, Lookup, Measure, Rank, Spill
+from kvd.mover.jobs import Audit, Carry, Drop, Fill, Flush, Job, Learn, Lookup, Measure, Rank, Spill
 from kvd.mover.mover import Mover
 
-__all__ = ["Carry", "Fill", "Flush", "Job", "Learn", "Lookup", "Measure", "Mover", "Rank", "Spill"]
+__all__ = ["Audit", "Carry", "Drop", "Fill", "Flush", "Job", "Learn", "Lookup", "Measure", "Mover", "Rank", "Spill"]

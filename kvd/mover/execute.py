@@ -10,7 +10,7 @@ import xxhash
 
 from kvd.errors import BlockCorrupt, CudaError, TierError
 from kvd.memory.block_memory import alike, carrying, readable, together, writable
-from kvd.mover.jobs import Carry, Fill, Flush, Job, Learn, Lookup, Measure, Spill
+from kvd.mover.jobs import Audit, Carry, Drop, Fill, Flush, Job, Learn, Lookup, Measure, Spill
 from kvd.tiers.base import Read
 from kvd.tiers.stack import Put, Stack
 
@@ -42,8 +42,12 @@ def execute(batch: Sequence[Job], stack: Stack) -> None:
 def _one(job: Job, stack: Stack) -> None:
     if isinstance(job, Flush):
         job.result = stack.flush(job.namespace, levels=job.levels)
+    elif isinstance(job, Drop):
+        stack.delete(job.keys)
     elif isinstance(job, Measure):
         stack.measure()
+    elif isinstance(job, Audit):
+        _audit(job)
     job.error = None
 
 
@@ -123,6 +127,17 @@ def _carry(jobs: Sequence[Carry]) -> None:
         except CudaError as error:
             for job in same:
                 job.error = error
+
+
+def _audit(job: Audit) -> None:
+    for group in together(job.data):
+        try:
+            with readable([job.data[index] for index in group]) as views:
+                found = [_checksum(view) for view in views]
+        except CudaError:
+            continue
+        for index, checksum in zip(group, found, strict=True):
+            job.differs[index] = checksum != job.checksums[index]
 
 
 def _checksum(data: memoryview) -> int:

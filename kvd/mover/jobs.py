@@ -175,6 +175,25 @@ class Carry(Job):
         super().finish()
 
 
+class Audit(Job):
+    """Compares blocks on cards with the checksums of their writers. Each `data` is sealed and referenced."""
+
+    __slots__ = ("checksums", "data", "differs")
+    default_rank = Rank.FILL
+
+    def __init__(self, data: Sequence[BlockMemory], checksums: Sequence[int], on_done: Callable[[Audit], None]) -> None:
+        super().__init__(on_done)
+        self.data = data
+        self.checksums = checksums
+        self.differs: list[bool | None] = [None] * len(data)
+        """By block; None where it could not be read."""
+
+    def finish(self) -> None:
+        for one in self.data:
+            one.release()
+        super().finish()
+
+
 class Flush(Job):
     """Makes one namespace unfindable below."""
 
@@ -193,6 +212,17 @@ class Flush(Job):
         self.namespace = namespace
         self.levels = levels
         self.result = Flushed(unknown, [])
+
+
+class Drop(Job):
+    """Forgets single blocks in every tier."""
+
+    __slots__ = ("keys",)
+    default_rank = Rank.FLUSH
+
+    def __init__(self, keys: Sequence[TierKey], on_done: Callable[[Drop], None]) -> None:
+        super().__init__(on_done)
+        self.keys = keys
 
 
 class Measure(Job):

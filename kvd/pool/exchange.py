@@ -45,6 +45,10 @@ class Exchange(abc.ABC):
         """Whether the hash is resident, or a promotion is bringing it up."""
         return chain_hash in self.store.index.sealed or chain_hash in self.store.index.filling
 
+    def last_expected(self, hashes: Sequence[ChainHash]) -> int:
+        """Place of the last hash that is resident or on its way up; -1 for none. Pins nothing."""
+        return next((place for place in range(len(hashes) - 1, -1, -1) if self.expects(hashes[place])), -1)
+
     def begin_fill(
         self, namespace: NamespaceCounters, chain_hash: ChainHash, *, hold: int = 0
     ) -> FillTicket | Grow | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.block import NamespaceDigest
+from kvd.layout import KVLayout
 
 
 class NamespaceCounters:
@@ -15,6 +16,8 @@ class NamespaceCounters:
         "adapter",
         "asked_below",
         "block_tokens",
+        "computed_s",
+        "computed_tokens",
         "digest",
         "dropped_unspilled",
         "duplicate_seals",
@@ -25,10 +28,12 @@ class NamespaceCounters:
         "found_below",
         "has_salt",
         "hits",
+        "layout",
         "lookups",
         "misses",
         "model",
         "num_sealed",
+        "positional",
         "seals",
         "spills",
     )
@@ -57,6 +62,8 @@ class NamespaceCounters:
         adapter: str = "",
         has_salt: bool = False,
         block_tokens: int = 0,
+        positional: str = "",
+        layout: KVLayout | None = None,
     ) -> None:
         self.digest = digest
         self.model = model
@@ -64,6 +71,11 @@ class NamespaceCounters:
         self.adapter = adapter
         self.has_salt = has_salt
         self.block_tokens = block_tokens
+        self.positional = positional
+        self.layout = layout
+        self.computed_tokens = 0
+        """Tokens whose computation clients reported, see `kvd.service.savings`."""
+        self.computed_s = 0.0
         self.num_sealed = 0
         """Blocks that a lookup can find now; not a counter, it goes down too."""
         self.lookups = 0

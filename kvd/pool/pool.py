@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from kvd.block import BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
 from kvd.errors import InvalidRequest, OutOfBlocks, OutOfMemory, StateError
+from kvd.layout import KVLayout
 from kvd.pool.announcements import Announcements
 from kvd.pool.blocks import Block
 from kvd.pool.budget import Budget
@@ -69,12 +70,21 @@ class Pool(Exchange):
         adapter: str = "",
         has_salt: bool = False,
         block_tokens: int = 0,
+        positional: str = "",
+        layout: KVLayout | None = None,
     ) -> NamespaceCounters:
         """The counters of one namespace, made at its first use; the words are kept from then on."""
         found = self.namespaces.get(digest)
         if found is None:
             found = self.namespaces[digest] = NamespaceCounters(
-                digest, model=model, engine=engine, adapter=adapter, has_salt=has_salt, block_tokens=block_tokens
+                digest,
+                model=model,
+                engine=engine,
+                adapter=adapter,
+                has_salt=has_salt,
+                block_tokens=block_tokens,
+                positional=positional,
+                layout=layout,
             )
         return found
 
@@ -115,12 +125,14 @@ class Pool(Exchange):
         announce: bool,
         may_wait: bool,
         ask_below: bool = False,
+        whole: bool = False,
     ) -> Begun | WaitFor | AskBelow | Grow:
         """References the longest resident prefix (`max_cached` blocks at most) and reserves the rest of `num_blocks`.
 
         With `announce`, the missing hashes are announced from the last one on that another session computes already.
         With `may_wait`, a first missing block that somebody else is producing gives `WaitFor`, and nothing is held.
         With `ask_below`, one that nobody is producing gives `AskBelow`, and nothing is held either.
+        With `whole`, a prefix shorter than `max_cached` is told and not attached, and nothing is reserved or announced.
         """
         lease_holder = self.sessions.get(session)
         lease = self._lease(lease_holder)
@@ -139,6 +151,12 @@ class Pool(Exchange):
                     return WaitFor(missing, is_filling=missing in store.index.filling)
             elif ask_below:
                 return AskBelow(num_cached)
+        if whole:
+            if num_cached < limit:
+                namespace.lookups += limit
+                namespace.misses += limit
+                return Begun(num_cached, [], 0)
+            num_blocks, announce = limit, False
         num_new = num_blocks - num_cached
         self._require_quota(lease_holder, lease, cached, num_new)
         if num_new > store.num_free and (grow := self._make_room(num_new, cached)):
@@ -272,18 +290,36 @@ class Pool(Exchange):
         indices = [index.filling]
         if any(namespace.num_sealed for namespace in namespaces):
             indices.append(index.sealed)
-        doomed = [
-            (chain_hash, block, namespace)
+        return self._forget(
+            (chain_hash, block)
             for by_hash in indices
             for chain_hash, block in by_hash.items()
-            if (namespace := block.namespace) in namespaces and namespace is not None
-        ]
-        for chain_hash, block, namespace in doomed:
-            is_filling = block.state is BlockState.FILLING
+            if block.namespace in namespaces
+        )
+
+    def forget(self, namespace: NamespaceCounters, hashes: Iterable[ChainHash]) -> int:
+        """No block of these hashes is found from now on; referenced ones are freed by their last release.
+
+        Hashes of other namespaces are passed over. Returns how many were forgotten.
+        """
+        self._require_own(namespace)
+        index = self.store.index
+        return self._forget(
+            (chain_hash, block)
+            for chain_hash in dict.fromkeys(hashes)
+            for by_hash in (index.filling, index.sealed)
+            if (block := by_hash.get(chain_hash)) is not None and block.namespace is namespace
+        )
+
+    def _forget(self, found: Iterable[tuple[ChainHash, Block]]) -> int:
+        doomed = list(found)
+        for chain_hash, block in doomed:
+            namespace, is_filling = block.namespace, block.state is BlockState.FILLING
             self.store.unindex(block)
             if is_filling:
                 self.announcements.wake(chain_hash)  # this promotion will not deliver it any more
-            namespace.flushed += 1
+            if namespace is not None:
+                namespace.flushed += 1
         return len(doomed)
 
     def counters(self) -> dict[str, int]:

@@ -8,9 +8,11 @@ from collections.abc import Container
 from kvd.block import HOST, PAGE_NBYTES, ChainHash, NamespaceDigest, SessionId
 from kvd.errors import InvalidLayout, InvalidRequest, StateError
 from kvd.pool import integrity
+from kvd.pool.block_map import block_map
 from kvd.pool.blocks import SegmentState
 from kvd.pool.budget import Budget
 from kvd.pool.clock import LogicalClock
+from kvd.pool.namespaces import NamespaceCounters
 from kvd.pool.outcomes import BudgetUsage, DroppedSegment, LeaseFigures
 from kvd.pool.pool import Pool
 from kvd.pool.quotas import Quotas
@@ -236,9 +238,9 @@ class Pools:
         forgotten = {digest for pool in self._pools for digest in pool.forget_namespaces(in_use)}
         return list(forgotten.difference(*(pool.namespaces for pool in self._pools)))
 
-    def pool_statuses(self) -> list[PoolStatus]:
-        """One per pool, by id."""
-        return [_pool_status(pool) for pool in self._pools]
+    def pool_statuses(self, *, with_map: bool = False) -> list[PoolStatus]:
+        """One per pool, by id; `with_map` with a picture of its blocks."""
+        return [_pool_status(pool, with_map=with_map) for pool in self._pools]
 
     def namespace_statuses(self, *, tenant: str = "", limit: int | None = None) -> list[NamespaceStatus]:
         """One per namespace that somebody opened, by pool; of one tenant only, if named.
@@ -254,20 +256,7 @@ class Pools:
         if limit is not None and len(found) > limit:
             found = heapq.nlargest(limit, found, key=lambda one: (one[1].num_sealed, one[1].lookups))
             found.sort(key=lambda one: one[0].pool_id)
-        return [
-            NamespaceStatus(
-                digest=namespace.digest.hex(),
-                pool=pool.pool_id,
-                model=namespace.model,
-                engine=namespace.engine,
-                adapter=namespace.adapter,
-                has_salt=namespace.has_salt,
-                block_tokens=namespace.block_tokens,
-                num_sealed=namespace.num_sealed,
-                counters=namespace.as_dict(),
-            )
-            for pool, namespace in found
-        ]
+        return [_namespace_status(pool, namespace) for pool, namespace in found]
 
     def check_integrity(self) -> None:
         """Verifies every invariant; O(blocks). Raises `StateError` naming the first fault."""
@@ -276,8 +265,31 @@ class Pools:
         integrity.check_sessions(self._pools, self._sessions)
 
 
-def _pool_status(pool: Pool) -> PoolStatus:
+def _namespace_status(pool: Pool, namespace: NamespaceCounters) -> NamespaceStatus:
+    layout = namespace.layout
+    return NamespaceStatus(
+        digest=namespace.digest.hex(),
+        pool=pool.pool_id,
+        model=namespace.model,
+        engine=namespace.engine,
+        adapter=namespace.adapter,
+        has_salt=namespace.has_salt,
+        block_tokens=namespace.block_tokens,
+        num_sealed=namespace.num_sealed,
+        counters=namespace.as_dict(),
+        positional=namespace.positional,
+        num_layers=layout.num_layers if layout else 0,
+        num_kv_heads=layout.num_kv_heads if layout else 0,
+        head_dim=layout.head_dim if layout else 0,
+        dtype=layout.dtype if layout else "",
+        computed_tokens=namespace.computed_tokens,
+        computed_s=namespace.computed_s,
+    )
+
+
+def _pool_status(pool: Pool, *, with_map: bool) -> PoolStatus:
     store = pool.store
+    letters, step = block_map(store) if with_map else ("", 1)
     return PoolStatus(
         pool=pool.pool_id,
         tenant=pool.tenant,
@@ -294,4 +306,6 @@ def _pool_status(pool: Pool) -> PoolStatus:
         num_referenced=store.num_referenced,
         num_references=store.num_references,
         counters=pool.counters(),
+        block_map=letters,
+        map_step=step,
     )

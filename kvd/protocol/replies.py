@@ -83,6 +83,36 @@ class Matched(_Reply, frozen=True, tag="matched"):
     reach: list[int] = []
 
 
+class FoundLast(_Reply, frozen=True, tag="found_last"):
+    """Place of the hash in the request; -1 where none of them is known."""
+
+    place: int
+
+
+class Forgotten(_Reply, frozen=True, tag="forgotten"):
+    """`num_blocks` left the pool."""
+
+    num_blocks: int
+
+
+class Pinned(_Reply, frozen=True, tag="pinned"):
+    """`pin` names it from now on; `num_resident` of its blocks are held now."""
+
+    pin: str
+    num_blocks: int
+    num_resident: int
+    is_lasting: bool = False
+
+
+class Verified(_Reply, frozen=True, tag="verified"):
+    """Of one step: where to go on (0 is the end), blocks compared, blocks without a checksum, hashes that differed."""
+
+    cursor: int
+    num_verified: int
+    num_unchecked: int
+    corrupt: list[str] = []
+
+
 class Flushed(_Reply, frozen=True, tag="flushed"):
     """`num_blocks` left the pools; `untold` tiers are down, and are told before anything else is asked of them."""
 
@@ -117,4 +147,20 @@ class StatusReply(_Reply, frozen=True, tag="status_reply"):
     snapshot: Snapshot
 
 
-Reply = Done | Failed | CacheOpened | Begun | Reserved | Sealed | Matched | Flushed | Spilling | Resized | StatusReply
+Reply = (
+    Done
+    | Failed
+    | CacheOpened
+    | Begun
+    | Reserved
+    | Sealed
+    | Matched
+    | FoundLast
+    | Forgotten
+    | Pinned
+    | Flushed
+    | Spilling
+    | Resized
+    | StatusReply
+    | Verified
+)

@@ -50,6 +50,9 @@ class Begin(_Request, frozen=True, tag="begin"):
     `wait_s` bounds the wait for a computation another session announced, and for blocks that come up from the tiers
     below. None is the daemon's default, which is refused with `would-wait` when this session has announcements of its
     own, and gives up early on a tier that shows no progress. 0 never waits; what is below comes up for the next one.
+
+    With `whole`, all `max_cached` blocks are attached or none, and nothing is reserved: `num_cached` then says how far
+    the prefix reaches, and `blocks` is empty unless that is all of it.
     """
 
     cache: int
@@ -59,6 +62,7 @@ class Begin(_Request, frozen=True, tag="begin"):
     announce: bool = True
     wait_s: float | None = None
     with_checksums: bool = False
+    whole: bool = False
 
 
 class Reserve(_Request, frozen=True, tag="reserve"):
@@ -73,13 +77,17 @@ class Seal(_Request, frozen=True, tag="seal"):
 
     Each reserved block becomes a sealed one that this session references once. Where the hash exists already, the reply
     names the existing block, which this session then references; its own copy stays reserved until released.
-    `checksums` is empty or one xxh3-64 (little-endian u64) a block.
+    `checksums` is empty or one xxh3-64 (little-endian u64) a block. `computed_tokens` and `computed_s` say, for the
+    estimate of what sharing saves, how many tokens the sender has computed since its last seal and how long that took;
+    0 and 0 when it does not know.
     """
 
     cache: int
     blocks: bytes
     hashes: bytes
     checksums: bytes = b""
+    computed_tokens: int = 0
+    computed_s: float = 0.0
 
 
 class Retain(_Request, frozen=True, tag="retain"):
@@ -108,10 +116,15 @@ class Release(_Request, frozen=True, tag="release"):
 
 
 class Match(_Request, frozen=True, tag="match"):
-    """How far a prefix is resident, and reaches in the tiers below, pinning nothing; answered by `Matched`."""
+    """How far a prefix is resident, and reaches in the tiers below, pinning nothing; answered by `Matched`.
+
+    With `namespace`, a digest as status names it, `cache` is ignored and that namespace is asked about, which must be
+    one of the asker's tenant that somebody opened since the daemon's start.
+    """
 
     cache: int
     hashes: bytes
+    namespace: bytes = b""
 
 
 class Prefetch(_Request, frozen=True, tag="prefetch"):
@@ -119,6 +132,46 @@ class Prefetch(_Request, frozen=True, tag="prefetch"):
 
     cache: int
     hashes: bytes
+
+
+class FindLast(_Request, frozen=True, tag="find_last"):
+    """Which is the last of these hashes that memory or a tier below has, pinning nothing; answered by `FoundLast`.
+
+    Unlike `Match` it asks about each hash by itself: one that is missing says nothing about those behind it.
+    """
+
+    cache: int
+    hashes: bytes
+
+
+class Forget(_Request, frozen=True, tag="forget"):
+    """Makes single blocks of a blob namespace unfindable, in the pool and every tier; answered by `Forgotten`.
+
+    What is being copied down is forgotten there when the copy ends. A tier that is down keeps its copy, and another
+    daemon its own: only a flush is final. Without `below` the tiers keep what they have. Refused with `invalid-request`
+    for a namespace that is none of blobs.
+    """
+
+    cache: int
+    hashes: bytes
+    below: bool = True
+
+
+class Pin(_Request, frozen=True, tag="pin"):
+    """Keeps the blocks of a prompt resident from now on, whenever somebody computes them; answered by `Pinned`.
+
+    `hashes` are those of all its full blocks. Pinning it again gives the same pin. `label` is shown, nothing more.
+    """
+
+    cache: int
+    hashes: bytes
+    label: str = ""
+
+
+class Unpin(_Request, frozen=True, tag="unpin"):
+    """Ends a pin, named as `Pinned` did; answered by `Done`. For its user, root and the daemon's user."""
+
+    pin: str
 
 
 class Flush(_Request, frozen=True, tag="flush"):
@@ -156,7 +209,19 @@ class Resize(_Request, frozen=True, tag="resize"):
 
 
 class Status(_Request, frozen=True, tag="status"):
-    """A snapshot of everything; answered by `StatusReply`."""
+    """A snapshot of everything; answered by `StatusReply`. `with_map` adds a picture of each pool's blocks to it."""
+
+    with_map: bool = False
+
+
+class Verify(_Request, frozen=True, tag="verify"):
+    """Compares some sealed blocks with the checksums their writers gave; answered by `Verified`.
+
+    `cursor` is 0, then what the last reply said, until that says 0. A block that differs is found by nobody from then
+    on. For root and the daemon's user; others get `permission-refused`.
+    """
+
+    cursor: int = 0
 
 
 class Check(_Request, frozen=True, tag="check"):
@@ -167,5 +232,22 @@ class Check(_Request, frozen=True, tag="check"):
 
 
 Request = (
-    OpenCache | Begin | Reserve | Seal | Retain | Release | Match | Prefetch | Flush | Spill | Resize | Status | Check
+    OpenCache
+    | Begin
+    | Reserve
+    | Seal
+    | Retain
+    | Release
+    | Match
+    | Prefetch
+    | FindLast
+    | Forget
+    | Pin
+    | Unpin
+    | Flush
+    | Spill
+    | Resize
+    | Status
+    | Verify
+    | Check
 )

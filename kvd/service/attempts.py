@@ -103,13 +103,15 @@ class BeginAttempt(Attempt):
             announce=request.announce,
             may_wait=self.may_wait,
             ask_below=self.ask_below,
+            whole=request.whole,
         )
         if isinstance(outcome, (WaitFor, AskBelow, Grow)):
             return outcome
         blocks, num_cached = outcome.blocks, outcome.num_cached
         cached = blocks[:num_cached]
         table.grant(session, pool, readable=cached, writable=blocks[num_cached:])
-        session.tokens_saved += num_cached * cache.block_tokens
+        if num_cached and not request.whole:  # what is wanted whole are bytes, not tokens
+            session.saved[cache.handle] += num_cached * cache.block_tokens
         return Begun(
             request.request_id,
             request.epoch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvd.block import ChainHash, NamespaceDigest
@@ -12,6 +13,7 @@ from kvd.mover import Lookup, Measure, Mover
 from kvd.pool import Pool, Pools
 from kvd.service.attempts import Attempt, BeginAttempt
 from kvd.service.flushing import Flushing
+from kvd.service.forgetting import Forgetting
 from kvd.service.homes import Homes
 from kvd.service.lineage import Lineage, Lineages
 from kvd.service.pool_rules import PoolPolicy
@@ -41,6 +43,7 @@ class Below:
         progress: Progress,
         settings: TierSettings,
         policy_of: Callable[[Pool], PoolPolicy],
+        counters: Counter[str],
         clock: Callable[[], float],
     ) -> None:
         self._mover = mover
@@ -87,7 +90,9 @@ class Below:
             on_there=self._written_back,
             on_left=self._left,
             max_nbytes=settings.max_spilling_nbytes,
+            counters=counters,
         )
+        self.forgetting = Forgetting(mover, self.spilling)
         progress.promotions = self.promotions
         progress.on_served = self._served
 
@@ -150,6 +155,30 @@ class Below:
 
         self._mover.submit([Lookup([TierKey(cache.digest, chain_hash) for chain_hash in hashes], on_done)])
         return reach
+
+    def find_last(self, cache: Cache, hashes: Sequence[ChainHash]) -> LastSearch:
+        """Asks which is the last of the hashes that anything here or below has; wait at `number` for the answer."""
+        search = LastSearch(cache.pool, hashes)
+        asked = hashes[search.place + 1 :]
+        lineage = self.lineages.get(cache.digest)
+        if not asked or lineage is None or lineage.num_flushing or not self._mover.stack.is_answering():
+            return search
+        number = search.number = next(self._numbers)
+        first = search.place + 1
+
+        def on_done(job: Lookup) -> None:
+            if job.error is None:
+                search.below = max((first + i for i, place in enumerate(job.places) if place is not None), default=-1)
+            self._progress.answered_below(number)
+
+        self._mover.submit([Lookup([TierKey(cache.digest, chain_hash) for chain_hash in asked], on_done)])
+        return search
+
+    def forget(self, cache: Cache, hashes: Sequence[ChainHash]) -> tuple[int, int]:
+        """How many blocks left the pool, and where to wait until the tiers were told."""
+        number = next(self._numbers)
+        num_blocks = self.forgetting.forget(cache, hashes, lambda: self._progress.answered_below(number))
+        return num_blocks, number
 
     def mover_done(self) -> None:
         """Takes over what the mover has done, and what it heard of other daemons."""
@@ -261,6 +290,23 @@ class Reach:
     def _expects(self, chain_hash: ChainHash) -> bool:
         source = self._pool.source
         return self._pool.expects(chain_hash) or (source is not None and source.expects(chain_hash))
+
+
+class LastSearch:
+    """Which is the last of some hashes that is known here; filled in when the tiers answer."""
+
+    def __init__(self, pool: Pool, hashes: Sequence[ChainHash]) -> None:
+        self.number: int | None = None
+        """Where to wait for it; None when nobody will answer."""
+        self.below = -1
+        """The last that a tier has, of those behind the last one here."""
+        self._pool = pool
+        self._hashes = hashes
+
+    @property
+    def place(self) -> int:
+        """Its place; -1 for none."""
+        return max(self.below, self._pool.last_expected(self._hashes))
 
 
 def _ignore(_job: Measure) -> None:

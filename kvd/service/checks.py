@@ -18,13 +18,17 @@ def check_num_blocks(num_blocks: int, *, at_least: int = 1) -> None:
         raise InvalidRequest(f"num_blocks must be from {at_least} to {MAX_BLOCKS_PER_REQUEST}, not {num_blocks}")
 
 
-def check_begin(*, num_hashes: int, max_cached: int, num_blocks: int) -> None:
-    """Raises `InvalidRequest` unless hashes <= blocks and 0 <= max_cached <= blocks."""
+def check_begin(*, num_hashes: int, max_cached: int, num_blocks: int, whole: bool = False) -> None:
+    """Raises `InvalidRequest` unless hashes <= blocks and 0 <= max_cached <= blocks; all are equal with `whole`."""
     check_num_blocks(num_blocks)
     if num_hashes > num_blocks:
         raise InvalidRequest(f"{num_hashes} hashes do not fit a sequence of {num_blocks} blocks")
     if not 0 <= max_cached <= num_blocks:
         raise InvalidRequest(f"max_cached must be from 0 to num_blocks ({num_blocks}), not {max_cached}")
+    if whole and not num_hashes == max_cached == num_blocks:
+        raise InvalidRequest(
+            f"whole means all: {num_hashes} hashes, {max_cached} to attach, {num_blocks} blocks differ"
+        )
 
 
 def check_wait_s(wait_s: float) -> float:

@@ -93,6 +93,11 @@ class Home:
         """The only one in which its segments can be opened; "" for host memory, which knows no such wall."""
         return "" if self.card is None else self.card.pid_namespace
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the card was released, and is not back."""
+        return self.card is not None and not self.card.stock.is_open
+
     def check(self) -> None:
         """Raises `CudaDeviceLost` when nothing can be had or read here any more."""
         lost = self.lost
@@ -120,6 +125,11 @@ class Homes:
 
     def __iter__(self) -> Iterator[Home]:
         return iter(self._by_device.values())
+
+    @property
+    def has_host(self) -> bool:
+        """Whether there are pools in host memory."""
+        return HOST in self._by_device
 
     def get(self, device: str) -> Home:
         """The home of that device. Raises `CudaUnavailable`."""

@@ -37,7 +37,8 @@ class _Rest:
 
 
 class IdleRelease:
-    """Loop thread only. A card is used while a session has a cache on it, or on the host memory beside it.
+    """Loop thread only. A card is used while a session has a cache on it, or on the host memory beside it, and while a
+    pin holds blocks there.
 
     What has no copy below is copied down first, as far as it can be within `bound_s`; then its pools are emptied and
     the card is closed, on a thread. Who opens a cache there waits until it is back, `patience_s` at most.
@@ -163,7 +164,14 @@ class IdleRelease:
         pools = self._pools.of_device(rest.home.device)
         num_uncopied = sum(pool.num_uncopied for pool in pools)
         copies = self._spilling is not None and self._spilling.may_copy and num_uncopied
-        if any(pool.is_held for pool in pools) or (copies and now_s < (rest.leaves_until_s or 0.0)):
+        if copies and now_s < (rest.leaves_until_s or 0.0):
+            return
+        if any(pool.is_held for pool in pools):
+            # A copy ends, and then this is looked at again; a pin does not.
+            if not any(pool.num_in_transit for pool in pools):
+                rest.idle_since_s, rest.leaves_until_s = now_s, None
+            elif rest.leaves_until_s is not None and now_s >= rest.leaves_until_s:
+                rest.leaves_until_s = now_s + self._bound_s
             return
         self._pools.retire_all(rest.home.device)
         self._settle()

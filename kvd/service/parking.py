@@ -84,9 +84,9 @@ class ParkingLot(Generic[RequestT]):
         """Those who wait there, first come first."""
         return list(self._places.get(place, ()))
 
-    def all(self) -> list[RequestT]:
-        """Everybody who waits, by place."""
-        return [request for queue in self._places.values() for request in queue]
+    def places(self) -> dict[Place, list[RequestT]]:
+        """Everybody who waits, by place; first come first at each."""
+        return {place: list(queue) for place, queue in self._places.items()}
 
     def pools_short_of_blocks(self) -> list[BlocksPlace]:
         """The places where somebody waits for blocks."""

@@ -16,6 +16,7 @@ from kvd.service.promotion import Grown, Promotions
 from kvd.service.segments import SegmentTable, wants_huge_pages
 from kvd.service.sessions import Session
 from kvd.service.settings import ServiceSettings
+from kvd.status import WaitStatus
 
 
 class Progress:
@@ -75,6 +76,31 @@ class Progress:
                 if self.on_served is not None:
                     self.on_served(attempt)
 
+    def waits(self) -> list[WaitStatus]:
+        """What the parked requests wait for."""
+        now_s = self._clock()
+        return [self._wait_status(place, queue, now_s) for place, queue in self.lot.places().items()]
+
+    def _wait_status(self, place: Place, queue: list[Attempt], now_s: float) -> WaitStatus:
+        what, pool_id, chain_hash, writer = "memory", -1, b"", 0
+        if place[0] == "below":
+            what = "answer"
+        elif place[0] == "blocks":
+            what, pool_id = "blocks", place[1]
+        elif place[0] != "memory":
+            what, pool_id, chain_hash = "promotion", place[0], place[1]
+            lease = self._pools.get(pool_id).announcements.by_hash.get(ChainHash(chain_hash))
+            if lease is not None:
+                what, writer = "computation", lease.session_id
+        return WaitStatus(
+            what=what,
+            pool=pool_id,
+            hash=chain_hash.hex(),
+            waiting=[attempt.session.id for attempt in queue],
+            writer=writer,
+            left_s=max(0.0, max(attempt.until_s for attempt in queue) - now_s),
+        )
+
     def forget(self, session: Session) -> None:
         """Everything an ended session waits for: nobody wants it any more."""
         attempts = cast("list[Attempt]", list(session.parked))
@@ -95,6 +121,8 @@ class Progress:
     def grow(self, pool: Pool) -> Grown:
         """One segment more for a promotion, after everybody who waits for memory to go on at all."""
         home = self._homes.of(pool)
+        if home.is_away:
+            return "refused"
         if not self.lot.at(_memory_of(home)) and self._table.grow(pool, 1):
             return "grown"
         if home.stock.failed is not None:
@@ -151,7 +179,7 @@ class Progress:
         """Everybody who waits for something on a card that is lost is told so now."""
         for home in self._homes:
             if home.lost is not None:
-                for attempt in self.lot.all():
+                for attempt in [one for queue in self.lot.places().values() for one in queue]:
                     if attempt.cache.pool.device == home.device and attempt.place is not None:
                         self.advance(attempt)
 

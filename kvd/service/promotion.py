@@ -181,10 +181,15 @@ class Promotions:
         namespace = promotion.cache.namespace
         namespace.asked_below += len(missing)
         if job.error is None and not promotion.is_abandoned and not promotion.is_void:
-            pairs = itertools.takewhile(lambda one: one[1] is not None, zip(missing, job.places, strict=True))
-            found = [(chain_hash, place) for chain_hash, place in pairs if place is not None]
-            promotion.todo.extend(found)
-            namespace.found_below += len(found)
+            # A block that is here needs no copy below to be no gap; it is held with the others when its turn comes.
+            expects = promotion.cache.pool.expects
+            found = list(
+                itertools.takewhile(
+                    lambda one: one[1] is not None or expects(one[0]), zip(missing, job.places, strict=True)
+                )
+            )
+            promotion.todo.extend((chain_hash, 0 if place is None else place) for chain_hash, place in found)
+            namespace.found_below += sum(place is not None for _, place in found)
         self._fill(promotion)
 
     def _fill(self, promotion: Promotion) -> None:

@@ -6,33 +6,40 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvd.block import SessionId
+from kvd.blobs import is_blob_engine
+from kvd.block import HOST, SessionId
 from kvd.errors import DaemonRestarted, InvalidLayout, KvdError, PermissionRefused, StateError
 from kvd.hashing import Namespace, namespace_digest, unpack_hashes
 from kvd.layout import KVLayout
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import CacheOpened, Done, Failed, Reply, Resized, Sealed, StatusReply
+from kvd.protocol.replies import CacheOpened, Done, Failed, Pinned, Reply, Resized, Sealed, StatusReply, Verified
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
 from kvd.service.below import Below
+from kvd.service.blob_verbs import BlobVerbs
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
 from kvd.service.homes import Home, Homes
 from kvd.service.identity import Identity
 from kvd.service.idle import IdleRelease
 from kvd.service.outbox import Outgoing, SendReply
+from kvd.service.pin_files import PinFiles, PinRecord
+from kvd.service.pins import Pins, check_name
 from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
 from kvd.service.resizing import Resizing
+from kvd.service.savings import Savings
 from kvd.service.segments import SegmentTable
-from kvd.service.sessions import Session
+from kvd.service.sessions import Cache, Session
 from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
-from kvd.status import Snapshot
+from kvd.service.verifying import verify, verify_left
+from kvd.status import Snapshot, WaitStatus
 
 _MIN_NAMESPACES_UNTIL_LOOK = 1024
 _log = logging.getLogger(__name__)
@@ -52,6 +59,7 @@ class Service:
         homes: Sequence[Home],
         epoch: int,
         mover: Mover | None = None,
+        pin_files: PinFiles | None = None,
         settings: ServiceSettings | None = None,
         version: str = "",
         pid: int = 0,
@@ -72,6 +80,7 @@ class Service:
             requests=0, late_requests=0, failed_requests=0, failed_releases=0, unexpected_closes=0
         )
         self.sessions: dict[SessionId, Session] = {}
+        self.savings = Savings()
         self._last_session = 0
         self._namespaces_until_look = _MIN_NAMESPACES_UNTIL_LOOK
         self._table = SegmentTable(self.homes, pools, self.outbox, epoch)
@@ -85,6 +94,7 @@ class Service:
             reply=self._send,
             fail=self._fail_attempt,
         )
+        self._mover = mover
         self.below: Below | None = None
         """What is done with the tiers below; None without any."""
         if mover is not None:
@@ -96,9 +106,22 @@ class Service:
                 progress=self._progress,
                 settings=self.settings.tiers,
                 policy_of=lambda pool: self.pool_rules.policy(pool.name),
+                counters=self.counters,
                 clock=clock,
             )
-        tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        tiers = self._tier_verbs = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        self.pins = Pins(
+            pools=pools,
+            below=self.below,
+            files=pin_files,
+            max_share=self.settings.pinned_share,
+            max_uid_nbytes=self.settings.uid_quota_nbytes,
+            may_touch=tiers.may_touch,
+            pool_for=self._pool_of_pin,
+            clock=clock,
+        )
+        self.pins.load()
+        blobs = BlobVerbs(self.below, self._progress, epoch)
         self._resizing = Resizing(
             pools=pools,
             spilling=None if self.below is None else self.below.spilling,
@@ -130,10 +153,15 @@ class Service:
             requests.Release: self._release,
             requests.Match: tiers.match,
             requests.Prefetch: tiers.prefetch,
-            requests.Flush: tiers.flush,
+            requests.FindLast: blobs.find_last,
+            requests.Forget: blobs.forget,
+            requests.Pin: self._pin,
+            requests.Unpin: self._unpin,
+            requests.Flush: self._flush,
             requests.Spill: tiers.spill,
             requests.Resize: self._resize,
             requests.Status: self._status,
+            requests.Verify: self._verify,
             requests.Check: self._check,
         }
         self._idle.go_on()
@@ -160,6 +188,7 @@ class Service:
             return
         # Its waits first: what its end wakes must not find it in the queue.
         self._progress.forget(session)
+        self.savings.ended(session)
         self.pools.end_session(session_id)
         self._table.session_ended(session_id)
         self._idle.go_on()
@@ -214,6 +243,7 @@ class Service:
         """The mover has carried something out, or heard of a flush by somebody else."""
         if self.below is not None:
             self.below.mover_done()
+            self.pins.look()
         self._resizing.go_on()
         self._idle.go_on()
         self._progress.fail_lost()
@@ -223,6 +253,7 @@ class Service:
         """Ends the waits that are over; the next moment at which this has something to do."""
         if self.below is not None:
             self.below.tick(now_s)
+        self.pins.tick(now_s)
         self._resizing.go_on()
         self._idle.go_on()
         self._progress.tick(now_s)
@@ -234,6 +265,7 @@ class Service:
         """When `tick` has something to do; None while nothing waits."""
         deadlines = [
             self._progress.next_deadline_s,
+            self.pins.next_deadline_s,
             self._resizing.next_deadline_s,
             self._idle.next_deadline_s,
         ]
@@ -246,6 +278,7 @@ class Service:
 
         `wait(seconds)` waits until the mover has something to give back, that long at most.
         """
+        self.pins.release()
         if self.below is not None:
             self.below.drain(wait)
 
@@ -266,13 +299,21 @@ class Service:
         self._blocks_moved(*self.pools.all)
         self._progress.settle()
 
+    def warn(self, text: str) -> None:
+        """What the start had to settle for, found out after this was made; shown by every status."""
+        self.settings = replace(self.settings, warnings=(*self.settings.warnings, text))
+
     def num_segments_to_close(self, session_id: SessionId) -> dict[int, int]:
         """By pool id: segments of a card that the session was told to close and has not."""
         return self._table.to_close(session_id)
 
-    def snapshot(self) -> Snapshot:
-        """Everything at one moment."""
-        return status.snapshot(self)
+    def snapshot(self, *, with_map: bool = False) -> Snapshot:
+        """Everything at one moment; `with_map` with a picture of each pool's blocks."""
+        return status.snapshot(self, with_map=with_map)
+
+    def waits(self) -> list[WaitStatus]:
+        """What requests wait for, in no particular order."""
+        return self._progress.waits()
 
     def control_counters(self) -> dict[str, int]:
         """The figures of the control page, see `kvd.protocol.control_page.COUNTERS`."""
@@ -321,6 +362,8 @@ class Service:
                     adapter=request.adapter,
                     has_salt=bool(request.salt),
                     block_tokens=layout.block_tokens,
+                    positional=request.positional,
+                    layout=layout,
                 )
             cache = session.add_cache(asked, pool, counters, layout.block_tokens)
             self._forget_unused_namespaces()
@@ -347,17 +390,25 @@ class Service:
         """Where the cache is to be. Raises what says that it cannot be there."""
         name = self.pool_rules.name_for(model=request.model, engine=request.engine, uid=session.identity.uid)
         by_rule = self.pool_rules.device(name)
+        if is_blob_engine(request.engine) and self.homes.has_host:
+            by_rule = HOST  # bytes, which no card computes with
         chosen = self.homes.choose(request.device, staged=request.staged, by_rule=by_rule)
         source = None
         if chosen.source is not None:
             source = self.pools.pool(session.tenant, block_nbytes, name, device=chosen.source.device)
         return self.pools.pool(session.tenant, block_nbytes, name, device=chosen.home.device, source=source)
 
+    def _pool_of_pin(self, record: PinRecord, layout: KVLayout) -> Pool:
+        name = self.pool_rules.name_for(model=record.model, engine=record.engine, uid=record.uid)
+        home = self.homes.choose("", staged=False, by_rule=self.pool_rules.device(name)).home
+        return self.pools.pool(record.tenant, layout.block_nbytes, name, device=home.device)
+
     def _forget_unused_namespaces(self) -> None:
         """Looks for them only when their number has doubled, so that opening one costs O(1) on average."""
         if self.pools.num_namespaces <= self._namespaces_until_look:
             return
         in_use = {cache.digest for session in self.sessions.values() for cache in session.caches.values()}
+        in_use |= self.pins.namespaces()
         if self.below is not None:
             in_use |= self.below.busy_namespaces()
         forgotten = self.pools.forget_namespaces(in_use)
@@ -368,7 +419,12 @@ class Service:
     def _begin(self, session: Session, request: requests.Begin) -> None:
         cache = session.cache(request.cache)
         hashes = unpack_hashes(request.hashes)
-        check_begin(num_hashes=len(hashes), max_cached=request.max_cached, num_blocks=request.num_blocks)
+        check_begin(
+            num_hashes=len(hashes),
+            max_cached=request.max_cached,
+            num_blocks=request.num_blocks,
+            whole=request.whole,
+        )
         wait_s = self.settings.default_wait_s if request.wait_s is None else check_wait_s(request.wait_s)
         wait_s = min(wait_s, self.settings.max_wait_s)
         attempt = BeginAttempt(
@@ -397,13 +453,16 @@ class Service:
         blocks = unpack_block_ids(request.blocks)
         hashes = unpack_hashes(request.hashes)
         checksums = unpack_checksums(request.checksums, len(blocks))
+        self.savings.check(session, request.computed_tokens, request.computed_s, self.clock())
         sealed = cache.pool.seal(
             session.id, cache.namespace, blocks, hashes, checksums if self.settings.checksums else None
         )
+        self.savings.computed(cache, request.computed_tokens, request.computed_s)
         if sealed:
             self._table.grant(session, cache.pool, readable=sealed)
         if self.below is not None:
             self.below.sealed(cache.pool, cache.digest, hashes)
+        self.pins.look()
         return Sealed(request.request_id, self.epoch, pack_block_ids(sealed))
 
     def _release(self, session: Session, request: requests.Release) -> Reply | None:
@@ -436,9 +495,45 @@ class Service:
             num_left,
         )
 
+    def _flush(self, session: Session, request: requests.Flush) -> Reply | None:
+        reply = self._tier_verbs.flush(session, request)
+        self.pins.look()  # what is flushed is held no longer
+        return reply
+
+    def _pin(self, session: Session, request: requests.Pin) -> Reply:
+        cache = session.cache(request.cache)
+        source = cache.pool.source
+        if source is not None:
+            # What stands beside a card is filled from there: that is where a prompt is kept.
+            cache = Cache(0, source, cache.digest, source.namespaces[cache.digest], cache.block_tokens)
+        pin = self.pins.pin(session, cache, unpack_hashes(request.hashes), request.label)
+        lasting = self.pins.status(pin).is_lasting
+        return Pinned(request.request_id, self.epoch, pin.record.pin, len(pin.hashes), pin.num_held, lasting)
+
+    def _unpin(self, session: Session, request: requests.Unpin) -> Reply:
+        self.pins.unpin(session, check_name(request.pin))
+        self._progress.blocks_came_back = True
+        return Done(request.request_id, self.epoch)
+
     def _status(self, session: Session, request: requests.Status) -> Reply:
         viewer = session if self.settings.is_walled(session.identity) else None
-        return StatusReply(request.request_id, self.epoch, status.snapshot(self, viewer))
+        snapshot = status.snapshot(self, viewer, with_map=request.with_map)
+        return StatusReply(request.request_id, self.epoch, snapshot)
+
+    def _verify(self, session: Session, request: requests.Verify) -> Reply | None:
+        if session.identity.uid not in self.settings.admin_uids:
+            raise PermissionRefused("only root and the daemon's own user may have the blocks verified")
+        step = verify(self.pools, self._table, request.cursor)
+
+        def answer() -> Reply:
+            return Verified(
+                request.request_id, self.epoch, step.cursor, step.num_verified, step.num_unchecked, step.corrupt
+            )
+
+        if not step.left or self._mover is None:
+            return answer()
+        verify_left(step, self._table, self._mover, lambda: self._send_late(session, answer()))
+        return None
 
     def _check(self, session: Session, request: requests.Check) -> Reply:
         # It looks at every block there is while all others wait.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,13 @@ class Session:
     parked: set[Parked] = field(default_factory=set)
     """Its requests that wait; kept by `kvd.service.parking.ParkingLot`."""
     num_requests: int = 0
-    tokens_saved: int = 0
+    saved: Counter[int] = field(default_factory=Counter)
+    """Cache handle -> tokens that were found there."""
+
+    @property
+    def tokens_saved(self) -> int:
+        """Tokens it did not have to compute."""
+        return self.saved.total()
 
     def cache(self, handle: int) -> Cache:
         """Raises `UnknownCache`."""

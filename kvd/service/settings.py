@@ -57,6 +57,10 @@ class ServiceSettings:
     max_caches_per_session: int = 256
     admin_uids: frozenset[int] = field(default_factory=lambda: frozenset({0, os.geteuid()}))
     """Users who may flush and spill what is not their own, and have the pools checked."""
+    pinned_share: float = 0.5
+    """How much of the memory budget pins may take."""
+    uid_quota_nbytes: int | None = None
+    """How much the pins of one user may take; None for as much as that."""
     checksums: bool = True
     """Whether checksums given at a seal are kept and handed back."""
     tiers: TierSettings = field(default_factory=TierSettings)

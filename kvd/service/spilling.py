@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvd.block import BlockId, ChainHash, NamespaceDigest
 from kvd.errors import BlockCorrupt, StaleGeneration
@@ -73,6 +73,8 @@ class Spilling:
         self._in_flight_nbytes = 0
         self._rest_until_s: float | None = None
         self._draining = False
+        self.on_copied: Callable[[Spill], None] | None = None
+        """Told of every copy that ended, well or not."""
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -83,6 +85,11 @@ class Spilling:
         """Blocks were sealed."""
         if self._policy_of(pool).spill == "write_through":
             self._shelf(pool).backlog.extend(TierKey(namespace, one) for one in hashes)
+        self.look_at(pool)
+
+    def copy_soon(self, pool: Pool, namespace: NamespaceDigest, hashes: Iterable[ChainHash]) -> None:
+        """Whatever the policy: a crash is not to lose these blocks."""
+        self._shelf(pool).backlog.extend(TierKey(namespace, one) for one in hashes)
         self.look_at(pool)
 
     def found(self, pool: Pool, namespace: NamespaceDigest, hashes: Sequence[ChainHash]) -> None:
@@ -143,6 +150,10 @@ class Spilling:
                 missing = self._settings.high_watermark * num_attainable - pool.num_expendable
                 num_wanted = math.ceil(missing) - len(shelf.in_flight)
             self._copy_idle(pool, shelf, num_wanted)
+
+    def being_copied(self, pool: Pool, hashes: Collection[ChainHash]) -> list[Spill]:
+        """The copies of these blocks that are under way."""
+        return [job for job in self._shelf(pool).in_flight.values() if job.key.chain_hash in hashes]
 
     def tick(self, now_s: float) -> None:
         """Goes on after a rest."""
@@ -277,5 +288,7 @@ class Spilling:
             self._rest_until_s = self._clock() + self._settings.retry_s
         if error is not None and self._policy_of(pool).spill != "on_evict" and not isinstance(error, BlockCorrupt):
             self._shelf(pool).backlog.appendleft(job.key)  # or it would wait for the watermarks
+        if self.on_copied is not None:
+            self.on_copied(job)
         if not job.cancelled:
             self.look_at(pool)

@@ -19,8 +19,11 @@ MAX_NAMESPACES = 512
 """In one snapshot. Clients may open as many as they like, and a reply that names them all would stop the loop."""
 
 
-def snapshot(service: Service, viewer: Session | None = None) -> Snapshot:
-    """Everything at one moment; O(pools + namespaces + sessions). With `viewer` only what its tenant may see."""
+def snapshot(service: Service, viewer: Session | None = None, *, with_map: bool = False) -> Snapshot:
+    """Everything at one moment; O(pools + namespaces + sessions + pins + waiting requests).
+
+    With `viewer` only what its tenant may see.
+    """
     tenant = "" if viewer is None else viewer.tenant
     figures = service.server_figures()
     memories = [_memory(service, home) for home in service.homes]
@@ -34,21 +37,20 @@ def snapshot(service: Service, viewer: Session | None = None) -> Snapshot:
         runtime_dir=service.runtime_dir,
         memory=memories[0],
         memories=memories,
-        pools=service.pools.pool_statuses(),
+        pools=service.pools.pool_statuses(with_map=with_map),
         namespaces=namespaces,
         num_namespaces_omitted=service.pools.num_namespaces_of(tenant) - len(namespaces),
         clients=[
             _client(service, session, now_s, stalled=session.id in figures.stalled)
             for session in service.sessions.values()
         ],
-        counters={
-            **service.counters,
-            **({} if service.below is None else service.below.write_back.counters),
-            **figures.counters,
-        },
+        counters={**service.counters, **figures.counters},
         warnings=[*service.settings.warnings, *_warnings(service, memories, len(figures.stalled))],
         tiers=[] if service.below is None else service.below.statuses(),
         mover=None if service.below is None else service.below.mover_status(),
+        savings=service.savings.total(list(service.sessions.values())),
+        waits=service.waits(),
+        pins=service.pins.statuses(),
     )
     return full if viewer is None else of_tenant(full, service, viewer)
 
@@ -93,6 +95,8 @@ def _memory(service: Service, home: Home) -> MemoryStatus:
 
 def _client(service: Service, session: Session, now_s: float, *, stalled: bool) -> ClientStatus:
     held = service.pools.session_figures(session.id)
+    saved = service.savings.of(session)
+    maps = _maps(service, session)
     return ClientStatus(
         session=session.id,
         pid=session.identity.pid,
@@ -108,7 +112,10 @@ def _client(service: Service, session: Session, now_s: float, *, stalled: bool) 
         tokens_saved=session.tokens_saved,
         num_requests=session.num_requests,
         stalled=stalled,
-        maps=_maps(service, session),
+        maps=maps,
+        mapped_nbytes=sum(one.nbytes for one in maps),
+        mode="staged" if {one.mode for one in maps} == {"staged"} else "mapped",
+        prefill_s_saved=saved.prefill_s if saved.num_tokens_rated else None,
     )
 
 

@@ -14,7 +14,7 @@ from kvd.service.attempts import AnswerAttempt
 from kvd.service.below import Below, Reach
 from kvd.service.flushing import FlushResult
 from kvd.service.progress import Progress
-from kvd.service.sessions import Session
+from kvd.service.sessions import Cache, Session
 from kvd.service.settings import ServiceSettings
 
 POOL = "pool"
@@ -43,7 +43,7 @@ class TierVerbs:
 
     def match(self, session: Session, request: requests.Match) -> Reply | None:
         """See `kvd.protocol.requests.Match`."""
-        cache = session.cache(request.cache)
+        cache = self._known(session, request.namespace) if request.namespace else session.cache(request.cache)
         hashes = unpack_hashes(request.hashes)
         reach = Reach(None, cache.pool, hashes, 0) if self._below is None else self._below.reach(cache, hashes)
 
@@ -56,6 +56,14 @@ class TierVerbs:
             return answer()
         self._progress.wait_below(AnswerAttempt(session, cache, request, answer), reach.number)
         return None
+
+    def _known(self, session: Session, digest: bytes) -> Cache:
+        """A namespace of the session's own tenant, opened by whomever. Raises `InvalidRequest`."""
+        for pool in self._pools.all:
+            namespace = pool.namespaces.get(NamespaceDigest(digest)) if pool.tenant == session.tenant else None
+            if namespace is not None:
+                return Cache(0, pool, namespace.digest, namespace, namespace.block_tokens)
+        raise InvalidRequest("no such namespace is known to your tenant; `kvd status --json` lists those that are")
 
     def prefetch(self, session: Session, request: requests.Prefetch) -> Reply:
         """See `kvd.protocol.requests.Prefetch`."""
@@ -87,7 +95,7 @@ class TierVerbs:
 
     def spill(self, session: Session, request: requests.Spill) -> Reply:
         """See `kvd.protocol.requests.Spill`."""
-        pools = [pool for pool in self._pools.all if self._may_touch(session, pool.tenant)]
+        pools = [pool for pool in self._pools.all if self.may_touch(session, pool.tenant)]
         if not pools and not self._is_admin(session):
             raise PermissionRefused(_REFUSED)
         if self._below is not None:
@@ -107,7 +115,7 @@ class TierVerbs:
                 return [digest]
             raise PermissionRefused(_REFUSED)
         named = {digest: pool for digest, (pool, one) in known.items() if request.model in {"", one.model}}
-        if not all(self._may_touch(session, pool.tenant) for pool in named.values()):
+        if not all(self.may_touch(session, pool.tenant) for pool in named.values()):
             named = {digest: pool for digest, pool in named.items() if self._is_own(session, pool.tenant)}
         if not named and not self._is_admin(session) and self._settings.isolation != "uid":
             raise PermissionRefused(_REFUSED)
@@ -120,7 +128,8 @@ class TierVerbs:
         """Whether everything of the tenant is the session's user's own; in a group's tenant others have a share."""
         return self._settings.isolation == "uid" and session.tenant == tenant
 
-    def _may_touch(self, session: Session, tenant: str) -> bool:
+    def may_touch(self, session: Session, tenant: str) -> bool:
+        """Whether the session may do as it likes with what is the tenant's."""
         return self._is_admin(session) or self._is_own(session, tenant)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from kvd.status import MemoryStatus, PoolStatus, Snapshot, TierStatus
+from kvd.status import MemoryStatus, PoolStatus, Snapshot, TierStatus, WaitStatus
 
 if TYPE_CHECKING:
     from kvd.service.service import Service
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 TELLS_NOBODYS = frozenset({"version", "pid", "epoch", "uptime_s", "runtime_dir"})
 """Fields of a snapshot that are about the daemon alone; every tenant sees them as they are."""
 CUT_TO_TENANT = frozenset({
-    "memory", "memories", "pools", "namespaces", "num_namespaces_omitted", "clients", "counters", "warnings", "tiers", "tenant",
+    "memory", "memories", "pools", "namespaces", "num_namespaces_omitted", "clients", "counters", "warnings", "tiers",
+    "tenant", "savings", "waits", "pins",
 })  # fmt: skip
 """Fields that are cut to the tenant. What is in neither set, a new field for instance, no tenant sees."""
 
@@ -45,6 +46,21 @@ def of_tenant(full: Snapshot, service: Service, viewer: Session) -> Snapshot:
         warnings=[*service.settings.warnings, *tier_warnings(tiers)],
         tiers=tiers,
         tenant=viewer.tenant,
+        savings=service.savings.total(list(own.values()), {viewer.tenant}),
+        pins=[pin for pin in full.pins if pin.tenant == viewer.tenant],
+        waits=[_own_part(wait, own) for wait in full.waits if not own.keys().isdisjoint(wait.waiting)],
+    )
+
+
+def _own_part(wait: WaitStatus, own: Collection[int]) -> WaitStatus:
+    """Sessions of one tenant wait for each other's computations only; for memory and blocks, beside everybody."""
+    return WaitStatus(
+        what=wait.what,
+        pool=wait.pool,
+        hash=wait.hash,
+        waiting=[session for session in wait.waiting if session in own],
+        writer=wait.writer if wait.writer in own else 0,
+        left_s=wait.left_s,
     )
 
 

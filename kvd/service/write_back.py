@@ -37,10 +37,11 @@ class WriteBack:
         on_there: Callable[[Pool, NamespaceDigest, ChainHash], None],
         on_left: Callable[[Pool, NamespaceDigest, ChainHash], None],
         max_nbytes: int,
+        counters: Counter[str],
     ) -> None:
         """`on_there` is told of a block that the card's pool has now, `on_left` of one that stays in its host pool.
 
-        At most `max_nbytes` are on their way at the same time.
+        At most `max_nbytes` are on their way at the same time. What is counted goes into `counters`.
         """
         self._mover = mover
         self._homes = homes
@@ -52,7 +53,8 @@ class WriteBack:
         self._max_nbytes = max_nbytes
         self._backlogs: dict[int, deque[TierKey]] = {}
         self._in_flight_nbytes = 0
-        self.counters: Counter[str] = Counter(written_back=0, written_back_twice=0, not_written_back=0)
+        self.counters = counters
+        counters.update(written_back=0, written_back_twice=0, not_written_back=0)
 
     def sealed(self, pool: Pool, namespace: NamespaceDigest, hashes: Iterable[ChainHash]) -> None:
         """Blocks were sealed in a host pool beside a card."""

@@ -7,10 +7,13 @@ from kvd.status import (
     MemoryStatus,
     MoverStatus,
     NamespaceStatus,
+    PinStatus,
     PoolStatus,
+    SavingsStatus,
     Snapshot,
     TierStatus,
     TierUsage,
+    WaitStatus,
 )
 
 MEMORY = MemoryStatus(
@@ -56,7 +59,23 @@ CLIENT = ClientStatus(
     tokens_saved=204_800,
     num_requests=12,
     stalled=False,
+    mapped_nbytes=2 << 30,
+    prefill_s_saved=320.0,
 )
+SAVINGS = SavingsStatus(num_tokens=204_800, num_tokens_rated=150_000, prefill_s=320.0)
+PIN = PinStatus(
+    pin="c0ffee123456",
+    label="manual.json",
+    uid=1000,
+    tenant="group:kvd",
+    model="smollm2-135m-instruct@sha256:" + "ab" * 32,
+    pool=0,
+    num_tokens=2048,
+    num_tokens_resident=1024,
+    held_nbytes=45 << 20,
+    is_lasting=True,
+)
+WAIT = WaitStatus(what="computation", pool=0, hash="12ab34cd" * 8, waiting=[3], writer=3, left_s=7.5)
 FULL = Snapshot(
     version="0.1.0",
     pid=77,

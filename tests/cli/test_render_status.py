@@ -11,7 +11,20 @@ from rich.console import Console
 from kvd.cli.processes import Process
 from kvd.cli.render_status import render_status
 from kvd.status import MapStatus, Snapshot
-from tests.cli.snapshots import CLIENT, EMPTY, FULL, HOST_TIER, MEMORY, MOVER, NAMESPACE, POOL, REDIS_TIER
+from tests.cli.snapshots import (
+    CLIENT,
+    EMPTY,
+    FULL,
+    HOST_TIER,
+    MEMORY,
+    MOVER,
+    NAMESPACE,
+    PIN,
+    POOL,
+    REDIS_TIER,
+    SAVINGS,
+    WAIT,
+)
 
 PROCESSES = {12345: Process("python generate.py --model smollm2 --prompts many.txt", 300 << 20)}
 
@@ -26,10 +39,25 @@ pool    block  segments  in use  cached   free  evicted  tenant
 pool  cached tokens  reused  hits  engine          model
    0         80,000  14,400  90 %  transformers/1  smollm2-135m-instruct@sha256?
 
-  pid   memory    holds  waits    saved   connected  client
-12345  300 MiB  100 MiB      1  204,800  1 h 01 min  reader: python generate.py?
+  pid   uid   memory  refs  mapped  mode      saved     prefill  client
+12345  1000  300 MiB   272   2 GiB  mapped  204,800  5 min 20 s  reader: python?
 
 ! the budget was cut to 4 GiB: less memory is available than configured
+"""
+
+GOLDEN_SAVED = """\
+saved  204,800 tokens, 5 min 20 s of prefill for 150,000 of them
+"""
+
+GOLDEN_WAITS = """\
+pin           tokens  resident   holds  lasting  prompt
+c0ffee123456   2,048      50 %  45 MiB  yes      manual.json  smollm2-135m-inst?
+
+  pid   uid   memory  refs  mapped  mode      saved     prefill  client
+12345  1000  300 MiB   272   2 GiB  mapped  204,800  5 min 20 s  reader: python?
+
+waiting: 12345 for block 12ab34cd of pool 0, which pid 12345 computes, 8 s at
+most
 """
 
 GOLDEN_EMPTY = """\
@@ -82,6 +110,45 @@ def text(snapshot: Snapshot, *, width: int = 80, encoding: str = "ascii", own_pi
 
 def test_the_page():
     assert text(FULL) == GOLDEN
+
+
+def test_what_was_saved_what_is_pinned_and_who_waits():
+    snapshot = with_fields(FULL, savings=SAVINGS, pins=[PIN], waits=[WAIT], warnings=[])
+    page = text(snapshot)
+    assert GOLDEN_SAVED in page
+    assert page.endswith(GOLDEN_WAITS)
+
+
+def test_prefill_seconds_are_not_made_up():
+    snapshot = with_fields(
+        FULL,
+        savings=with_fields(SAVINGS, num_tokens_rated=0, prefill_s=0.0),
+        clients=[with_fields(CLIENT, prefill_s_saved=None)],
+    )
+    page = text(snapshot)
+    assert "saved  204,800 tokens\n" in page
+    assert "of prefill" not in page
+    assert "  204,800        -  reader" in page
+
+
+def test_a_wait_for_a_session_that_is_hidden_names_nobody():
+    page = text(with_fields(FULL, clients=[], waits=[with_fields(WAIT, waiting=[9, 8, 7, 6, 5, 4])]), width=120)
+    assert "waiting: ?, ?, ?, ? and 2 more for block 12ab34cd of pool 0, which another computes, 8 s at most" in page
+
+
+def test_namespaces_that_somebody_only_asked_about_are_left_out():
+    idle = with_fields(NAMESPACE, num_sealed=0, counters={"hits": 0, "lookups": 0})
+    assert "cached tokens" not in text(with_fields(FULL, namespaces=[idle]))
+
+
+@pytest.mark.parametrize(
+    ("width", "gone"), [(60, "connected holds memory mode refs"), (80, "connected holds"), (100, ""), (140, "")]
+)
+def test_a_narrow_page_leaves_columns_out_rather_than_cut_numbers(width, gone):
+    heading = next(line for line in text(FULL, width=width).splitlines() if "pid " in line and "uid" in line)
+    assert heading.split()[-1] == "client"
+    for name in ("memory", "refs", "holds", "mapped", "mode", "connected"):
+        assert (name in heading.split()) is (name not in gone.split()), name
 
 
 def test_the_page_of_a_daemon_nobody_uses():
@@ -190,7 +257,7 @@ def test_foreign_text_neither_steers_the_terminal_nor_the_markup():
 def test_a_process_that_cannot_be_seen_leaves_a_dash():
     client = with_fields(CLIENT, pid=1, label="")
     row = text(with_fields(FULL, clients=[client])).splitlines()[-3]
-    assert row.split()[:2] == ["1", "-"]
+    assert row.split()[:3] == ["1", "1000", "-"]
     assert row.endswith("uid 1000")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from kvd.protocol.requests import Seal, Spill
+from kvd.protocol.requests import Pin, Seal, Spill, Verify
 from kvd.protocol.wire import unpack_block_ids
 from tests.fakecuda.machine import FakeMachine
 from tests.support.daemon import running_daemon
@@ -90,3 +90,50 @@ def test_a_flush_while_a_block_is_copied_leaves_nothing(tmp_path: Path, machine:
         client.release(1, blocks)
         assert client.begin(1, hashes(*words("old", 100)), num_blocks=100).num_cached == 0
         client.check()
+
+
+def test_blocks_on_a_card_are_compared_with_their_checksums(tmp_path: Path, machine: FakeMachine) -> None:
+    with (
+        running_daemon(tmp_path, machine=machine, budget="2MiB", memory={"checksums": True}) as daemon,
+        DeviceClient(daemon.folder) as client,
+    ):
+        client.open_on()
+        begun = client.begin(1, num_blocks=3)
+        blocks = unpack_block_ids(begun.blocks)
+        for block, word in zip(blocks, ["good", "bad", "unchecked"], strict=True):
+            client.write_block(block, content(word))
+        checksums = [xxhash.xxh3_64_intdigest(content(word)) for word in ("good", "bad")]
+        client.ask(Seal, 1, begun.blocks, hashes("good", "bad", "unchecked"), struct.pack("<3Q", *checksums, 0))
+        client.write_block(blocks[1], content("a stray write"))
+        verified = client.ask(Verify)
+        assert (verified.cursor, verified.num_verified, verified.num_unchecked) == (0, 2, 1)
+        assert verified.corrupt == [hashes("bad").hex()]
+        assert client.begin(1, hashes("bad"), num_blocks=1, announce=False).num_cached == 0
+        client.check()
+
+
+def test_a_pin_keeps_blocks_on_the_card_for_staged_clients_too(tmp_path: Path, machine: FakeMachine) -> None:
+    with (
+        running_daemon(
+            tmp_path,
+            machine=machine,
+            budget="2MiB",
+            memory={"idle_release_s": 0.01},
+            limits={"pinned": 1.0},
+        ) as daemon,
+        DeviceClient(daemon.folder) as client,
+    ):
+        with DeviceClient(daemon.folder) as staged:
+            cache = staged.open_on(staged=True)
+            staged.publish(cache, *words("kept", 10))
+            assert staged.ask(Pin, cache, hashes(*words("kept", 10))).num_blocks == 10
+            eventually(lambda: client.status().pins[0].num_tokens_resident == 160)
+        # Nobody has a cache on the card, but what is pinned there stays.
+        assert client.status().memory.state == "serving"
+        client.open_on()
+        client.release(1, client.publish(1, *words("other", 502)))
+        begun = client.begin(1, hashes(*words("kept", 10)), num_blocks=10)
+        assert begun.num_cached == 10
+        assert [client.read_block(one) for one in unpack_block_ids(begun.blocks)] == [
+            content(word) for word in words("kept", 10)
+        ]

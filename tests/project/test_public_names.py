@@ -9,7 +9,7 @@ import pytest
 import kvd_client
 import kvd_client.aio
 
-PUBLIC = {"Cache", "Client", "KVLayout", "Namespace", "Sequence", "connect"}
+PUBLIC = {"Blobs", "Cache", "Client", "KVLayout", "Namespace", "Sequence", "connect"}
 
 
 def test_the_client_library_offers_these_names():
@@ -27,7 +27,7 @@ def test_every_public_thing_is_documented(name):
             assert inspect.getdoc(value), f"{name}.{member}"
 
 
-@pytest.mark.parametrize("name", ["Client", "Cache", "Sequence"])
+@pytest.mark.parametrize("name", ["Blobs", "Client", "Cache", "Sequence"])
 def test_both_clients_have_the_same_verbs(name):
     def verbs(thing: type) -> set[str]:
         return {member for member in dir(thing) if not member.startswith("_")}

@@ -1,8 +1,13 @@
-"""How long a begin takes: one that has to ask the tiers below, beside one that never does."""
+"""How long a begin takes: one that has to ask the tiers below, beside one that never does.
+
+What either process waited for a processor in that time is left out: it says how busy the machine is, nothing of Redis.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import time
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +23,8 @@ _NUM_TOKENS = 8 * LAYOUT.block_tokens + 1
 class Probe:
     """Two kinds of begin in turn, over prompts that nobody else uses: neither ever waits for another process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, daemon_pid: int) -> None:
+        self._pids = (daemon_pid, os.getpid())
         self.longest_below_s = self.longest_resident_s = 0.0
         self._client = kvd_client.connect(folder, label="probe")
         self._cache = self._client.cache(model=MODEL, layout=LAYOUT, salt="probe")
@@ -35,12 +41,16 @@ class Probe:
         self.longest_resident_s = max(self.longest_resident_s, self._begin_s(self._resident))
 
     def _begin_s(self, token_ids: list[int]) -> float:
-        start = time.monotonic()
+        start_s, queued_s = time.monotonic(), self._queued_s()
         try:
             self._cache.sequence(token_ids, announce=False).close()
         except OutOfBlocks:
             return 0.0  # everything is held just now; that is no matter of Redis
-        return time.monotonic() - start
+        return time.monotonic() - start_s - (self._queued_s() - queued_s)
+
+    def _queued_s(self) -> float:
+        """Seconds that the threads a begin passes through have stood in the scheduler's queue, in all."""
+        return sum(_run_delay_s(task) for pid in self._pids for task in Path(f"/proc/{pid}/task").iterdir())
 
     def __enter__(self) -> Self:
         return self
@@ -50,3 +60,11 @@ class Probe:
     ) -> None:
         self._held.close()
         self._client.close()
+
+
+def _run_delay_s(task: Path) -> float:
+    # Threads that copy blocks, which are nicer than the others, wait all the time, and no begin waits for them.
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        if os.getpriority(os.PRIO_PROCESS, int(task.name)) <= os.getpriority(os.PRIO_PROCESS, int(task.parts[2])):
+            return int((task / "schedstat").read_text().split()[1]) / 1e9
+    return 0.0

@@ -64,7 +64,7 @@ def test_the_same_over_three_tiers_while_redis_freezes_and_dies(tmp_path: Path) 
     with running_server() as server:
         tiers = {"host": {"budget": 22 << 20}, "redis": {"url": server.url}}
         with running_daemon(tmp_path, budget="11MiB", segment="1MiB", prefault="background", tiers=tiers) as daemon:
-            with Probe(daemon.folder) as probe:
+            with Probe(daemon.folder, daemon.pid) as probe:
                 workers = Workers(daemon.folder, num_prefixes=120)
                 freeze_s, kill_s = DURATION_S * 0.3, DURATION_S * 0.6
                 due = [(freeze_s, server.freeze), (freeze_s + 5, server.thaw), (kill_s, server.kill)]

@@ -28,8 +28,14 @@ def namespace() -> NamespaceDigest:
 
 
 @pytest.fixture
-def tier(server: RealServer, connect_tier: ConnectTier) -> RedisTier:
-    return connect_tier(server.url, control_timeout_s=0.2, bulk_timeout_s=0.2)
+def timeout_s() -> float:
+    """A server that answers at all never reaches it, however busy the machine; a test of a frozen one takes another."""
+    return 30.0
+
+
+@pytest.fixture
+def tier(server: RealServer, connect_tier: ConnectTier, timeout_s: float) -> RedisTier:
+    return connect_tier(server.url, control_timeout_s=timeout_s, bulk_timeout_s=timeout_s)
 
 
 @pytest.fixture
@@ -102,8 +108,9 @@ def test_a_restart_between_two_calls_is_not_even_a_failure(server: RealServer, t
     assert tier.status().errors == {}
 
 
+@pytest.mark.parametrize("timeout_s", [1.0])
 def test_a_frozen_server_costs_one_time_out_then_nothing(
-    server: RealServer, tier: RedisTier, clock: FakeClock, namespace, stored
+    server: RealServer, tier: RedisTier, timeout_s: float, clock: FakeClock, namespace, stored
 ):
     # case C1
     key, data, generation = stored
@@ -119,7 +126,7 @@ def test_a_frozen_server_costs_one_time_out_then_nothing(
             with pytest.raises(TierUnavailable) as caught:
                 call()
             assert caught.value.cause == "timeout"
-            assert time.monotonic() - started_s < 0.5 + SLACK_S
+            assert time.monotonic() - started_s < timeout_s + 0.3 + SLACK_S
         with pytest.raises(TierUnavailable) as caught:
             tier.contains([key])
         assert caught.value.cause == "timeout-waiting"

@@ -8,6 +8,7 @@ byte is written.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Sequence as Tokens
 from types import TracebackType
@@ -109,6 +110,7 @@ class KvdCache(Cache):  # type: ignore[misc]
         self._model = model
         self._step: list[int] | None = None
         self._step_start = 0
+        self._step_began_s = 0.0
         self._is_guarded = True
         model.put_on()
 
@@ -186,6 +188,7 @@ class KvdCache(Cache):  # type: ignore[misc]
                 "the model's weights or adapters changed since this KvdCache was attached; close it and attach again"
             )
         self._step, self._step_start = list(token_ids), start
+        self._step_began_s = time.monotonic()
 
     def end_step(self) -> None:
         """The forward pass is complete: its tokens get their names, and blocks that became full are published."""
@@ -198,6 +201,7 @@ class KvdCache(Cache):  # type: ignore[misc]
                 raise EngineUnsupported(f"the forward pass did not use layer {index} of the cache")
         if len(self.sequence.token_ids) < stop:
             self.sequence.add_tokens(step)
+        self.sequence.computed(len(step), time.monotonic() - self._step_began_s)
         block_tokens = self.sequence.layout.block_tokens
         if (
             self._publish
