@@ -15,7 +15,7 @@ from kvd.config.pool_rule import PoolRule
 from kvd.config.schema import Memory
 from kvd.cuda import pid_namespace
 from kvd.errors import ConfigError, CudaError, OutOfMemory
-from kvd.memory import CardMemory, Choice, Prefault, SegmentStock, choose_device
+from kvd.memory import CardMemory, Choice, HostSegment, Prefault, SegmentStock, choose_device
 from kvd.memory.device import AUTO, CPU
 from kvd.service.homes import Card, Home
 
@@ -88,6 +88,7 @@ class _Builder:
         self.homes: dict[str, tuple[Home, Sizes]] = {}
         self.devices: dict[str, str] = {CPU: HOST}
         self.warnings: list[str] = []
+        self._cards: list[CardMemory] = []
 
     def add_main(self) -> None:
         """The device that memory.device names, or is taken for "auto"."""
@@ -137,10 +138,16 @@ class _Builder:
             prefault=prefault,
             huge_pages=self._memory.huge_pages,
             on_ready=self._on_ready,
+            prepare=self._lock,
         )
         self._closing.callback(stock.close)
         stock.start()
         return Home(HOST, stock)
+
+    def _lock(self, segment: HostSegment) -> None:
+        # Locked for one card it is locked for all.
+        if self._cards:
+            self._cards[0].lock(segment)
 
     def _add_card(self, memory: Memory, choice: Choice) -> None:
         if choice.driver is None or choice.device is None:
@@ -163,5 +170,6 @@ class _Builder:
         )
         stock.open()
         self._closing.callback(stock.close)
+        self._cards.append(stock)
         home = Home(choice.device.uuid, stock, Card(stock, choice.device, pid_namespace()))
         self.homes[home.device] = home, Sizes(budget_nbytes, stock.segment_nbytes)

@@ -20,8 +20,9 @@ from kvd.memory.device import Choice, choose_device
 from kvd.memory.device_copies import CopyEngine
 from kvd.memory.device_segment import DeviceSegment
 from kvd.memory.device_stock import DeviceStock
+from kvd.memory.making import Prefault
 from kvd.memory.segment import HostSegment
-from kvd.memory.stock import HugePages, Prefault, SegmentStock
+from kvd.memory.stock import HugePages, SegmentStock
 
 __all__ = [
     "BlockMemory",

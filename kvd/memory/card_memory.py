@@ -12,7 +12,9 @@ from kvd.errors import CudaError, CudaUnavailable, KvdError
 from kvd.memory.device_copies import CopyEngine
 from kvd.memory.device_segment import DeviceSegment
 from kvd.memory.device_stock import MIN_SEGMENT_NBYTES, DeviceStock
-from kvd.memory.stock import Prefault
+from kvd.memory.making import Prefault
+from kvd.memory.page_lock import SegmentLocks
+from kvd.memory.segment import HostSegment
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class CardMemory:
         self._budget_nbytes = 0
         self._stock: DeviceStock | None = None
         self._engine: CopyEngine | None = None
+        self._locks: SegmentLocks | None = None
         self._opened = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
         self._is_changing = False
@@ -78,9 +81,11 @@ class CardMemory:
             stock.start(MIN_SEGMENT_NBYTES if is_first else self.segment_nbytes)
             engine = CopyEngine(context)
             opened.callback(engine.close)
+            locks = SegmentLocks(context)
+            opened.callback(locks.close)
             self._opened = opened.pop_all()
         self.segment_nbytes = stock.segment_nbytes
-        self._engine, self._stock = engine, stock
+        self._engine, self._locks, self._stock = engine, locks, stock
 
     def close(self) -> None:
         """Gives everything back; nobody copies or maps anything any more. Never raises; idempotent."""
@@ -117,6 +122,12 @@ class CardMemory:
         if engine is None:
             raise CudaUnavailable(f"{self.device} is released; open a cache there to have it back")
         return engine
+
+    def lock(self, segment: HostSegment) -> None:
+        """Page-locks host memory that blocks are copied to and from, as long as this is there; it may take its time."""
+        locks = self._locks
+        if locks is not None:
+            locks.lock(segment)
 
     @property
     def failed(self) -> str | None:
@@ -205,7 +216,7 @@ class CardMemory:
 
     def _take_apart(self) -> Callable[[], None]:
         """From now on nothing can be had here; what closes it is returned."""
-        self._stock = self._engine = None
+        self._stock = self._engine = self._locks = None
         opened, self._opened = self._opened, contextlib.ExitStack()
 
         def close() -> None:
