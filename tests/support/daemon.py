@@ -3,7 +3,8 @@
 with running_daemon(tmp_path, budget="8MiB", segment="1MiB") as daemon:
     kvd_client.connect(daemon.folder)
 
-Pools are in host memory, or with `machine=FakeMachine(...)` on the first card of that machine.
+Pools are in host memory, or with `machine=FakeMachine(...)` on the first card of that machine; a module whose tests are
+to run on both says `pytestmark = pytest.mark.usefixtures("either_home")` (tests/daemon/conftest.py), and nothing more.
 
 It is ready when the block begins: the test plays systemd and waits for READY=1. At the end it is stopped with SIGTERM
 and must exit with 0, leaving no socket and no lock.
@@ -25,6 +26,9 @@ from typing import Any
 
 from kvd.config.sizes import parse_size
 from tests.fakecuda.machine import FakeMachine
+
+default_machine: FakeMachine | None = None
+"""Where `running_daemon` has pools when a test names no machine; set by fixtures."""
 
 ROOT = Path(__file__).parents[2]
 START_BOUND_S = 30.0
@@ -128,6 +132,7 @@ def running_daemon(
     **sections: Any,
 ) -> Iterator[Daemon]:
     """A ready daemon in `where / name`, stopped cleanly at the end (unless the test killed it)."""
+    machine = machine or default_machine
     memory = {
         "budget": parse_size(budget) if isinstance(budget, str) else budget,
         "segment": parse_size(segment) if isinstance(segment, str) else segment,
