@@ -48,6 +48,9 @@ COMMANDS = {
     "doctor": Entry("kvd.cli.doctor", "doctor", "Check this machine and the daemon; say how to fix what is wrong."),
     "demo": Entry("kvd.cli.demo", "demo", "Watch processes share a real model's KV cache."),
     "bench": Entry("kvd.cli.bench", "bench", "Measure kvd, each number beside its limit in the same run."),
+    "llama-server": Entry(
+        "kvd.cli.llama_server", "llama_server", "Run a llama-server that shares its KV cache through kvd."
+    ),
     "config": Entry("kvd.cli.config", "config", "Print or check the configuration."),
     "completion": Entry("kvd.cli.completion", "completion", "Print a script for the shell's completion."),
 }

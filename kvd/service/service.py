@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from kvd.blobs import is_blob_engine
 from kvd.block import SessionId
 from kvd.errors import DaemonRestarted, InvalidLayout, KvdError, PermissionRefused, StateError
 from kvd.hashing import Namespace, namespace_digest, unpack_hashes
@@ -277,6 +278,8 @@ class Service:
         )
         digest = namespace_digest(namespace, session.tenant)
         cache = session.cache_of(digest)
+        # What lies in a blob's blocks are bytes; counted as tokens they would be a figure that means nothing.
+        block_tokens = 0 if is_blob_engine(request.engine) else layout.block_tokens
         if cache is None:
             session.check_may_open(self.settings.max_caches_per_session)
             name = self.pool_rules.name_for(model=request.model, engine=request.engine, uid=session.identity.uid)
@@ -287,11 +290,11 @@ class Service:
                 engine=request.engine,
                 adapter=request.adapter,
                 has_salt=bool(request.salt),
-                block_tokens=layout.block_tokens,
                 positional=request.positional,
                 layout=layout,
+                block_tokens=block_tokens,
             )
-            cache = session.add_cache(pool, digest, counters, layout.block_tokens)
+            cache = session.add_cache(pool, digest, counters, block_tokens)
             self._forget_unused_namespaces()
         reply = CacheOpened(
             request.request_id,
