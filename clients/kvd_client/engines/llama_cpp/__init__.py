@@ -14,7 +14,20 @@ its checksum: anything else is a miss.
 
 from __future__ import annotations
 
-from kvd_client.engines.llama_cpp.python_cache import KvdLlamaCache
+from typing import TYPE_CHECKING, Any
+
 from kvd_client.engines.llama_cpp.snapshots import Snapshot, Snapshots
 
+if TYPE_CHECKING:
+    from kvd_client.engines.llama_cpp.python_cache import KvdLlamaCache
+
 __all__ = ["KvdLlamaCache", "Snapshot", "Snapshots"]
+
+
+def __getattr__(name: str) -> Any:
+    # Its base class comes with llama.cpp itself, which the proxy must not load.
+    if name != "KvdLlamaCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvd_client.engines.llama_cpp.python_cache import KvdLlamaCache
+
+    return KvdLlamaCache
