@@ -51,6 +51,8 @@ COMMANDS = {
     "llama-server": Entry(
         "kvd.cli.llama_server", "llama_server", "Run a llama-server that shares its KV cache through kvd."
     ),
+    "install": Entry("kvd.cli.install", "install", "Install kvd as a service of systemd."),
+    "uninstall": Entry("kvd.cli.uninstall", "uninstall", "Stop the service and remove what install wrote."),
     "config": Entry("kvd.cli.config", "config", "Print or check the configuration."),
     "completion": Entry("kvd.cli.completion", "completion", "Print a script for the shell's completion."),
 }

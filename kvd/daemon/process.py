@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import resource
@@ -32,6 +33,14 @@ def start_log(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine(LOG_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def show_where_it_hangs() -> None:
+    """At SIGABRT, which a service manager sends to a daemon that hangs, the log gets a line for each frame.
+
+    Names of functions and lines of code, no values.
+    """
+    faulthandler.enable()
 
 
 class _OneLine(logging.Formatter):

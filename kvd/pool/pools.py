@@ -99,6 +99,10 @@ class Pools:
         """Every pool, by id."""
         return tuple(self._pools)
 
+    def set_quotas(self, *, session_nbytes: int | None, uid_nbytes: int | None) -> None:
+        """From now on nobody gets more than this. Who holds more keeps it."""
+        self._sessions.quotas = Quotas(session_nbytes, uid_nbytes)
+
     def set_budget(self, nbytes: int) -> None:
         """Shrinks by retiring segments, unpinned and coldest first; grows later, on demand.
 

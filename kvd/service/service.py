@@ -227,6 +227,10 @@ class Service:
         self._progress.blocks_came_back = True
         self._progress.settle()
 
+    def set_waits(self, *, default_s: float, max_s: float) -> None:
+        """For every begin from now on."""
+        self.settings = replace(self.settings, default_wait_s=default_s, max_wait_s=max_s)
+
     def set_pool_rules(self, pool_rules: PoolRules) -> None:
         """From now on: pools follow the rule of their name; caches that are open stay in the pools they have."""
         self.pool_rules = pool_rules
