@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import re
 import stat
 import subprocess
@@ -13,6 +14,7 @@ from kvd.cli.service_manager import Place, check_not_foreign, config_home, own_u
 from kvd.errors import InstallError, InvalidRequest
 from kvd.systemd.units import (
     DEFAULT_GROUP,
+    GPU_GROUP,
     SYSTEM_UNIT,
     SYSUSERS,
     TMPFILES,
@@ -45,7 +47,11 @@ def install(is_user: bool, group: str, now: bool, dry_run: bool, root: Path | No
         raise InvalidRequest(f"{group!r} is no name of a group")
     place = Place(is_user, root or Path("/"))
     program = this_program()
-    files = user_files(program, config_home()) if is_user else system_files(program, group)
+    if is_user:
+        files = user_files(program, config_home())
+    else:
+        # A unit that names a group that is not there does not start.
+        files = system_files(program, group, gpu_group=GPU_GROUP if _is_group(GPU_GROUP) else None)
     files = {place.path(path): text for path, text in files.items()}
     if dry_run:
         for path, text in files.items():
@@ -74,6 +80,14 @@ def install(is_user: bool, group: str, now: bool, dry_run: bool, root: Path | No
         click.echo(f"next: systemctl {'--user ' if is_user else ''}enable --now {unit}")
     if not is_user:
         click.echo(f"who may connect: members of the group {group} (usermod -aG {group} NAME, then a new login)")
+
+
+def _is_group(name: str) -> bool:
+    try:
+        grp.getgrnam(name)
+    except KeyError:
+        return False
+    return True
 
 
 def _check_program(program: Program, *, is_user: bool) -> None:

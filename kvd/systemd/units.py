@@ -11,6 +11,8 @@ MARK = "# Written by `kvd install"
 """How each file begins: what does not is somebody else's, and neither overwritten nor removed."""
 USER = "kvd"
 DEFAULT_GROUP = "kvd"
+GPU_GROUP = "video"
+"""Whose the nodes of the NVIDIA driver are where they are not everybody's."""
 SYSTEM_UNIT = Path("/etc/systemd/system/kvd.service")
 NVIDIA_UNIT = Path("/etc/systemd/system/kvd-nvidia.service")
 SYSUSERS = Path("/etc/sysusers.d/kvd.conf")
@@ -55,14 +57,15 @@ def _outermost(folders: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(kept)
 
 
-def system_files(program: Program, group: str = DEFAULT_GROUP) -> dict[Path, str]:
-    """Path -> text of the system service's files."""
+def system_files(program: Program, group: str = DEFAULT_GROUP, *, gpu_group: str | None = GPU_GROUP) -> dict[Path, str]:
+    """Path -> text of the system service's files. `gpu_group` None: there is no such group here."""
     binds = " ".join(_word(str(folder), is_command=False) for folder in program.hidden_folders)
     values = {
         "exec": " ".join(map(_word, program.argv)),
         "group": group,
         # sysusers makes a user's own group by itself.
         "group_line": "" if group == USER else f"g {group} -",
+        "gpu_group": "" if gpu_group is None else f"SupplementaryGroups={gpu_group}",
         "protect_home": "tmpfs" if binds else "yes",
         "bind": f"# Where kvd is installed.\nBindReadOnlyPaths={binds}" if binds else "",
     }

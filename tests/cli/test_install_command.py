@@ -144,6 +144,13 @@ def test_folders_that_the_sandbox_hides_are_bound_and_others_are_not():
     assert "@" not in plain.replace("@system-service", "").replace("@privileged", "")
 
 
+def test_a_group_that_is_not_there_is_not_named(tmp_path, monkeypatch):
+    assert "\nSupplementaryGroups=video\n" in next(iter(system_files(this_program()).values()))
+    monkeypatch.setattr(install_command, "GPU_GROUP", "no-such-group-here")
+    run("install", "--root", tmp_path)
+    assert "\nSupplementaryGroups" not in files_below(tmp_path)["etc/systemd/system/kvd.service"]
+
+
 def test_a_kvd_that_others_cannot_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         install_command, "this_program", lambda: Program((sys.executable, "-m", "kvd.cli"), (tmp_path / "venv",))
