@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from kvd.cli.service_manager import Place, check_not_foreign, config_home, own_unit, run, write
+from kvd.cli.service_manager import Place, check_not_foreign, config_home, is_ours, own_unit, run, write
 from kvd.errors import InstallError, InvalidRequest
 from kvd.systemd.units import (
     DEFAULT_GROUP,
@@ -19,6 +19,7 @@ from kvd.systemd.units import (
     SYSUSERS,
     TMPFILES,
     Program,
+    made_groups,
     system_files,
     this_program,
     user_files,
@@ -51,7 +52,12 @@ def install(is_user: bool, group: str, now: bool, dry_run: bool, root: Path | No
         files = user_files(program, config_home())
     else:
         # A unit that names a group that is not there does not start.
-        files = system_files(program, group, gpu_group=GPU_GROUP if _is_group(GPU_GROUP) else None)
+        files = system_files(
+            program,
+            group,
+            makes_group=group in _groups_of_before(place) or not _is_group(group),
+            gpu_group=GPU_GROUP if _is_group(GPU_GROUP) else None,
+        )
     files = {place.path(path): text for path, text in files.items()}
     if dry_run:
         for path, text in files.items():
@@ -80,6 +86,12 @@ def install(is_user: bool, group: str, now: bool, dry_run: bool, root: Path | No
         click.echo(f"next: systemctl {'--user ' if is_user else ''}enable --now {unit}")
     if not is_user:
         click.echo(f"who may connect: members of the group {group} (usermod -aG {group} NAME, then a new login)")
+
+
+def _groups_of_before(place: Place) -> list[str]:
+    """Those that an earlier installation made, which are to go with this one."""
+    path = place.path(SYSUSERS)
+    return made_groups(path.read_text(encoding="utf-8")) if is_ours(path) else []
 
 
 def _is_group(name: str) -> bool:

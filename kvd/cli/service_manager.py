@@ -103,8 +103,10 @@ def write(path: Path, text: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Raises `InstallError`; fine for a file that is not there."""
+    """And its folder, if nothing else is in it. Raises `InstallError`; fine for a file that is not there."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise InstallError(f"cannot remove {path}: {error.strerror}") from error
+    with contextlib.suppress(OSError):
+        path.parent.rmdir()

@@ -12,7 +12,7 @@ import click
 
 from kvd.cli.service_manager import Place, check_not_foreign, is_ours, own_unit, remove, run
 from kvd.errors import InstallError
-from kvd.systemd.units import DEFAULT_GROUP, NVIDIA_UNIT, SYSTEM_UNIT, SYSUSERS, TMPFILES, USER
+from kvd.systemd.units import DEFAULT_GROUP, NVIDIA_UNIT, SYSTEM_UNIT, SYSUSERS, TMPFILES, USER, made_groups
 
 STATE = Path("/var/lib/kvd")
 CONFIGURATION = Path("/etc/kvd")
@@ -41,6 +41,9 @@ def uninstall(is_user: bool, keep_data: bool, dry_run: bool, root: Path | None) 
     if place.is_live and not dry_run and found:
         # Also of one that was never enabled or started; that is no failure.
         place.systemctl("disable", "--now", *(unit.name for unit in units if is_ours(place.path(unit))))
+    groups = [DEFAULT_GROUP]
+    if (sysusers := place.path(SYSUSERS)) in found:
+        groups += made_groups(sysusers.read_text(encoding="utf-8"))
     for path in found:
         _say(dry_run, str(path))
         if not dry_run:
@@ -48,7 +51,7 @@ def uninstall(is_user: bool, keep_data: bool, dry_run: bool, root: Path | None) 
     if not keep_data:
         _forget(place.path(state), dry_run=dry_run)
     if not is_user and not keep_data and place.root == Path("/"):
-        _remove_user(dry_run=dry_run)
+        _remove_user(groups, dry_run=dry_run)
     if not is_user:
         configuration = place.path(CONFIGURATION)
         with contextlib.suppress(OSError):
@@ -79,8 +82,8 @@ def _forget(folder: Path, *, dry_run: bool) -> None:
             raise InstallError(f"cannot remove {folder}: {error.strerror}") from error
 
 
-def _remove_user(*, dry_run: bool) -> None:
-    """The user that sysusers made, known by its home; and its group, if no human's name is its owner's."""
+def _remove_user(groups: list[str], *, dry_run: bool) -> None:
+    """The user that sysusers made, known by its home, and the groups that it made."""
     try:
         user = pwd.getpwnam(USER)
     except KeyError:
@@ -91,6 +94,7 @@ def _remove_user(*, dry_run: bool) -> None:
     if dry_run:
         return
     run(["userdel", USER])
-    with contextlib.suppress(KeyError, InstallError):  # gone with its user, or somebody's primary group
-        grp.getgrnam(DEFAULT_GROUP)
-        run(["groupdel", DEFAULT_GROUP])
+    for group in groups:
+        with contextlib.suppress(KeyError, InstallError):  # gone with its user, or somebody's primary group by now
+            grp.getgrnam(group)
+            run(["groupdel", group])

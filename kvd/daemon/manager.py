@@ -32,13 +32,17 @@ class ManagerReports:
 
 
 def status_line(service: Service) -> str:
-    """Where it serves, how many, with how much memory, and which tier is not well. Names no client and no model."""
-    usage = service.pools.usage()
-    num_sessions = len(service.sessions)
-    parts = [
-        f"serving {service.runtime_dir}: {num_sessions} session{'' if num_sessions == 1 else 's'}, "
-        f"{usage.used_nbytes >> 20} of {usage.budget_nbytes >> 20} MiB in pools"
-    ]
+    """Where it serves, how many, with how much memory, and which tier is not well. Names no client and no model.
+
+    Everybody on the machine can read it, so behind walls between users it counts nothing.
+    """
+    parts = [f"serving {service.runtime_dir}"]
+    if service.settings.isolation != "uid":
+        usage, num_sessions = service.pools.usage(), len(service.sessions)
+        parts[0] += (
+            f": {num_sessions} session{'' if num_sessions == 1 else 's'}, "
+            f"{usage.used_nbytes >> 20} of {usage.budget_nbytes >> 20} MiB in pools"
+        )
     if service.below is not None:
         parts += [f"{tier.name} is {tier.state}: {tier.reason}" for tier in service.below.statuses() if tier.reason]
     return "; ".join(parts)

@@ -57,14 +57,19 @@ def _outermost(folders: Iterable[Path]) -> tuple[Path, ...]:
     return tuple(kept)
 
 
-def system_files(program: Program, group: str = DEFAULT_GROUP, *, gpu_group: str | None = GPU_GROUP) -> dict[Path, str]:
-    """Path -> text of the system service's files. `gpu_group` None: there is no such group here."""
+def system_files(
+    program: Program, group: str = DEFAULT_GROUP, *, makes_group: bool = True, gpu_group: str | None = GPU_GROUP
+) -> dict[Path, str]:
+    """Path -> text of the system service's files.
+
+    `makes_group` says that the group is not there yet; `gpu_group` None, that there is none of that name here.
+    """
     binds = " ".join(_word(str(folder), is_command=False) for folder in program.hidden_folders)
     values = {
         "exec": " ".join(map(_word, program.argv)),
         "group": group,
         # sysusers makes a user's own group by itself.
-        "group_line": "" if group == USER else f"g {group} -",
+        "group_line": f"g {group} -" if makes_group and group != USER else "",
         "gpu_group": "" if gpu_group is None else f"SupplementaryGroups={gpu_group}",
         "protect_home": "tmpfs" if binds else "yes",
         "bind": f"# Where kvd is installed.\nBindReadOnlyPaths={binds}" if binds else "",
@@ -75,6 +80,11 @@ def system_files(program: Program, group: str = DEFAULT_GROUP, *, gpu_group: str
         SYSUSERS: _filled("sysusers.conf", values),
         TMPFILES: _filled("tmpfiles.conf", values),
     }
+
+
+def made_groups(sysusers: str) -> list[str]:
+    """The groups besides the user's own that the text of `SYSUSERS` makes."""
+    return [line.split()[1] for line in sysusers.splitlines() if line.startswith("g ")]
 
 
 def user_files(program: Program, config_home: Path) -> dict[Path, str]:

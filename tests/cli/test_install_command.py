@@ -65,6 +65,9 @@ def test_a_second_install_changes_only_what_is_another(tmp_path):
     assert f"written: {tmp_path}/etc/systemd/system/kvd.service" in done.output
     assert "Group=llm\nEnvironment=KVD_ACCESS_GROUP=llm\n" in files_below(tmp_path)["etc/systemd/system/kvd.service"]
     assert "\ng llm -\n" in files_below(tmp_path)["etc/sysusers.d/kvd.conf"]
+    # One that was there before is not kvd's to make, nor to take away.
+    run("install", "--root", tmp_path, "--group", "daemon")
+    assert "\ng " not in files_below(tmp_path)["etc/sysusers.d/kvd.conf"]
 
 
 def test_a_dry_run_shows_every_file_and_touches_nothing(tmp_path):

@@ -42,6 +42,23 @@ def test_uninstall_leaves_nothing(clean):
     assert "kvd was not installed here" in clean.kvd("uninstall").stdout
 
 
+def test_another_group_may_connect_and_goes_too_if_it_was_made_here(clean):
+    clean.add_user("erin")
+    clean.run("groupadd", "people")
+    clean.run("usermod", "-aG", "people", "erin")
+    users = clean.ask("getent", "passwd") + clean.ask("getent", "group")
+    service = ServiceUnderTest(clean)
+    service.configure()
+    for group, is_member in (("people", True), ("llm", False)):
+        # Over what is installed, too: with the group of the unit changes who may connect.
+        clean.kvd("install", "--now", "--group", group)
+        clean.kvd("install", "--now", "--group", group)
+        with actor(clean.prefix("erin"), connects=False) as erin:
+            assert (erin.do("connect")["code"] == "") is is_member
+    clean.kvd("uninstall")
+    assert clean.ask("getent", "passwd") + clean.ask("getent", "group") == users
+
+
 def test_a_users_own_service(clean):
     clean.add_user("carol")
     clean.add_user("dave")

@@ -211,6 +211,7 @@ def test_behind_walls_another_user_sees_neither_hits_nor_bytes_nor_names(machine
 def test_behind_walls_no_secret_is_in_the_journal(machine, walled):
     """The journal of a service is for administrators, but names of models and labels are not for the log at all."""
     assert "of-alice" not in machine.journal(UNIT)
+    assert walled.properties("StatusText") == {"StatusText": "serving /run/kvd"}
 
 
 def test_behind_walls_the_redis_socket_is_for_the_service_alone(machine, walled):  # case F1
