@@ -241,7 +241,12 @@ class Server:
         if self.sessions.get(session.id) is not session:
             return
         self.counters.num_sessions_expelled += 1
-        who = {"session": session.id, "pid": session.credentials.pid, "uid": session.credentials.uid, "error": error.code}
+        who = {
+            "session": session.id,
+            "pid": session.credentials.pid,
+            "uid": session.credentials.uid,
+            "error": error.code,
+        }
         _log.warning("session %d (pid %d) ended: %s", session.id, session.credentials.pid, error, extra={"kvd": who})
         session.channel.send(encode(Goodbye(error.code, str(error))))
         self._end(session)
