@@ -13,6 +13,9 @@ MAX_BATCH = 8
 so that what is more urgent need not wait long."""
 MAX_QUESTIONS = 64
 """Small questions are answered together, in one round trip."""
+MAX_FLUSHES = 64
+"""One batch of flushes looks once at all that a tier holds."""
+_LIMITS = {Rank.QUESTION: MAX_QUESTIONS, Rank.FLUSH: MAX_FLUSHES}
 
 
 class JobQueue:
@@ -99,7 +102,7 @@ class JobQueue:
     def _batch(self, rank: Rank) -> list[Job]:
         line = self._ranks[rank]
         batch: list[Job] = []
-        limit = MAX_QUESTIONS if rank is Rank.QUESTION else MAX_BATCH
+        limit = _LIMITS.get(rank, MAX_BATCH)
         while line and len(batch) < limit:
             job = line[0]
             if job.state is not JobState.QUEUED or job.rank is not rank:

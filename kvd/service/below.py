@@ -23,6 +23,7 @@ from kvd.service.settings import TierSettings
 from kvd.service.spilling import Spilling
 from kvd.status import MoverStatus, TierStatus
 from kvd.tiers.base import TierKey
+from kvd.tiers.names import NamespaceName, name_of
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Below:
 
     def open(self, cache: Cache, layout: KVLayout) -> int | None:
         """A namespace is used. Where to wait for its generations, None when they are there or nobody answers."""
-        lineage = self.lineages.open(cache.pool, cache.digest, layout.itemsize)
+        lineage = self.lineages.open(cache.pool, cache.digest, layout.itemsize, _name(cache))
         if lineage.was_learnt or not self._mover.stack.is_answering():
             return None
         return self._learning.setdefault(cache.digest, next(self._numbers))
@@ -267,3 +268,10 @@ class LastSearch:
 
 def _ignore(_job: Measure) -> None:
     """What the tiers hold shows in their status."""
+
+
+def _name(cache: Cache) -> NamespaceName:
+    words = cache.namespace
+    return name_of(
+        cache.digest, tenant=cache.pool.tenant, model=words.model, engine=words.engine, adapter=words.adapter
+    )

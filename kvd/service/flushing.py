@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
+from functools import partial
 
 from kvd.block import NamespaceDigest
-from kvd.mover import Flush, Mover
+from kvd.mover import Flush, ListNames, Mover
 from kvd.pool import Pool
 from kvd.service.lineage import Lineage, Lineages
+from kvd.tiers.names import NamespaceName
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +23,11 @@ class FlushResult:
         self.num_blocks = 0
         """Blocks that the pools forgot."""
         self.num_open = num_namespaces
+        """Answers that are still to come."""
         self.untold: set[str] = set()
         """Tiers that could not be told yet, and will be before anything else."""
+        self.unlisted: set[str] = set()
+        """Tiers that could not say which other namespaces they hold: those are flushed nowhere."""
 
 
 class Flushing:
@@ -39,16 +44,62 @@ class Flushing:
         self._pools = pools
 
     def flush(
-        self, namespaces: Iterable[NamespaceDigest], on_done: Callable[[FlushResult], None], *, level: int | None = None
+        self,
+        namespaces: Iterable[NamespaceDigest],
+        on_done: Callable[[FlushResult], None],
+        *,
+        level: int | None = None,
+        choose: Callable[[NamespaceName], bool] | None = None,
     ) -> FlushResult:
-        """Everywhere, or with `level` in one tier only, which then leaves the pools alone."""
+        """Everywhere, or with `level` in one tier only, which then leaves the pools alone.
+
+        With `choose` the tiers are asked what else they hold, and the namespaces it takes are flushed too.
+        """
+        result = FlushResult(0)
+        if choose is not None:
+            result.num_open = 1
         digests = list(namespaces)
-        result = FlushResult(len(digests))
-        if level is None:
-            result.num_blocks = sum(pool.drop_namespaces(digests) for pool in self._pools())
-        jobs = [self._begin(digest, result, on_done, level) for digest in digests]
-        self._mover.submit(jobs)
+        self._flush(digests, result, on_done, level)
+        if choose is not None:
+            self._flush_listed(set(digests), choose, result, on_done, level)
         return result
+
+    def _flush(
+        self,
+        digests: Collection[NamespaceDigest],
+        result: FlushResult,
+        on_done: Callable[[FlushResult], None],
+        level: int | None,
+    ) -> None:
+        result.num_namespaces += len(digests)
+        result.num_open += len(digests)
+        if level is None:
+            result.num_blocks += sum(pool.drop_namespaces(digests) for pool in self._pools())
+        self._mover.submit([self._begin(digest, result, on_done, level) for digest in digests])
+
+    def _flush_listed(
+        self,
+        known: Container[NamespaceDigest],
+        choose: Callable[[NamespaceName], bool],
+        result: FlushResult,
+        on_done: Callable[[FlushResult], None],
+        level: int | None,
+    ) -> None:
+        asked = self._names(level)
+
+        def listed(job: ListNames) -> None:
+            result.unlisted.update(job.result.silent if job.error is None else asked)
+            chosen = {name.namespace: None for name in job.result.names if choose(name)}
+            self._flush([one for one in chosen if one not in known], result, on_done, level)
+            result.num_open -= 1
+            if not result.num_open:
+                on_done(result)
+
+        self._mover.submit([ListNames(listed, levels=_levels(level))])
+
+    def _names(self, level: int | None) -> tuple[str, ...]:
+        names = self._mover.stack.names
+        return names if level is None else (names[level],)
 
     def stale(self, namespace: NamespaceDigest, flushed: bool) -> None:
         """A tier is in another generation than we knew: it was flushed by somebody else, or forgot."""
@@ -74,7 +125,8 @@ class Flushing:
         if others:
             self._lineages.flushing(lineage)
             unknown = self._mover.stack.unknown
-            self._mover.submit([Flush(lineage.digest, unknown, lambda job: self._told(lineage, job), levels=others)])
+            on_done = partial(self._told, lineage)
+            self._mover.submit([Flush(lineage.digest, unknown, on_done, levels=others, name=lineage.name)])
 
     def _forget_flushed(self, lineage: Lineage) -> None:
         num_blocks = sum(pool.drop_namespaces((lineage.digest,)) for pool in lineage.pools)
@@ -100,10 +152,9 @@ class Flushing:
             if not result.num_open:
                 on_done(result)
 
-        names = self._mover.stack.names
-        asked = names if level is None else (names[level],)
-        levels = None if level is None else frozenset({level})
-        return Flush(digest, self._mover.stack.unknown, finish, levels=levels)
+        asked = self._names(level)
+        name = None if lineage is None else lineage.name
+        return Flush(digest, self._mover.stack.unknown, finish, levels=_levels(level), name=name)
 
     def _told(self, lineage: Lineage | None, job: Flush) -> None:
         if lineage is None:
@@ -111,3 +162,7 @@ class Flushing:
         self._lineages.flushed(lineage, job.result.generations)
         if None in job.result.generations and not lineage.num_flushing:
             self._lineages.learn(lineage)
+
+
+def _levels(level: int | None) -> frozenset[int] | None:
+    return None if level is None else frozenset({level})

@@ -16,12 +16,13 @@ import psutil
 import pytest
 
 from kvd.errors import BlockMissing, ConfigError, RuntimeFolderError, StaleGeneration, TierUnavailable
-from kvd.tiers import embedded_config, generation_journal
+from kvd.tiers import embedded_config, generation_journal, redis_records
 from kvd.tiers.base import Write
 from kvd.tiers.embedded import EmbeddedOptions
 from kvd.tiers.embedded_config import find_server
 from kvd.tiers.embedded_tier import EmbeddedRedisTier
 from kvd.tiers.generation_journal import GenerationJournal
+from kvd.tiers.names import name_of
 from kvd.tiers.redis_options import RedisOptions
 from kvd.tiers.stack import Stack
 from tests.support.redis_servers import DEBIAN_REDIS
@@ -188,6 +189,45 @@ def test_a_flush_outlives_a_crash_that_brings_an_older_snapshot_back(folder: Pat
     tier.close()
     again = up(start_tier(persistence_dir=folder / "kept"))
     assert again.contains([key, kept]) == [False, True]
+
+
+def test_names_outlive_restarts_and_flushes(folder: Path, start_tier: StartTier):
+    # case A9: the journal tells the server of each flush again, which must not cost a namespace its name.
+    flushed, older = new_namespace(), new_namespace()
+    names = {one: name_of(one, tenant="gid:0", model=one.hex()) for one in (flushed, older)}
+    tier = up(start_tier(persistence_dir=folder / "kept"))
+    for namespace, name in names.items():
+        tier.put(new_key(namespace), new_block(), generation=tier.generation(namespace, name))
+    tier._run([("SAVE",)])
+    tier.flush(older)  # without its name, and after the snapshot
+    key = new_key(flushed)
+    tier.put(key, new_block(), generation=tier.flush(flushed, names[flushed]))
+    tier.close()
+    again = up(start_tier(persistence_dir=folder / "kept"))
+    assert again.contains([key]) == [True]
+    assert names[flushed] in again.names()
+    os.kill(again.server.pid, signal.SIGKILL)
+    eventually(lambda: again.server.num_restarts == 1)
+    assert names[flushed] in up(again).names()
+    generation = again.generation(older, names[older])
+    again.put(new_key(older), new_block(), generation=generation)
+    assert {one.digest for one in again.names()} == {flushed.hex(), older.hex()}
+
+
+def test_records_without_blocks_are_not_kept_for_ever(start_tier: StartTier, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(redis_records, "MAX_RECORDS", 3)
+    tier = up(start_tier())
+    used, spaces = new_namespace(), [new_namespace() for _ in range(3)]
+    generation = tier.generation(used)
+    tier.put(key := new_key(used), new_block(), generation=generation)
+    before = tier.generations(spaces[:2])
+    tier.usage()
+    assert tier.generations(spaces[:2]) == before, "not too many"
+    tier.generation(spaces[2])
+    tier.usage()
+    assert tier.generation(used) == generation
+    assert tier.contains([key]) == [True]
+    assert not set(tier.generations(spaces[:2])) & set(before)
 
 
 def test_redis_hears_of_a_flush_only_once_the_journal_has_it(
