@@ -120,6 +120,11 @@ class DeviceStock:
             self._wanted = max(self._wanted, num_segments)
             self._changed.notify()
 
+    def withdraw(self) -> None:
+        """Whoever asked waits no longer: nothing is made for the requests of before."""
+        with self._changed:
+            self._wanted = 0
+
     def discard(self, segment: DeviceSegment) -> None:
         """Takes back a taken segment that no process maps any more; the stock's thread frees it."""
         with self._changed:

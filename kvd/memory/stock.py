@@ -30,8 +30,8 @@ class SegmentStock:
     Invariant, whenever the lock is free: taken + ready + being made <= budget (in segments), except after a budget was
     lowered below what is taken. A segment that was taken once is never handed out again: memory never changes tenant.
 
-    `take`, `request`, `discard`, `retry`, `set_budget` and the figures are quick and may be called from any one thread
-    beside the stock's own; the lock is never held over an allocation, a close or `on_ready`.
+    `take`, `request`, `withdraw`, `discard`, `retry`, `set_budget` and the figures are quick and may be called from any
+    one thread beside the stock's own; the lock is never held over an allocation, a close or `on_ready`.
     """
 
     def __init__(
@@ -119,6 +119,11 @@ class SegmentStock:
         with self._changed:
             self._wanted[kind] = max(self._wanted[kind], num_segments)
             self._changed.notify()
+
+    def withdraw(self) -> None:
+        """Whoever asked waits no longer: nothing is made for the requests of before."""
+        with self._changed:
+            self._wanted = {False: 0, True: 0}
 
     def discard(self, segment: HostSegment) -> None:
         """Takes back a taken segment that nobody maps any more; the stock's thread destroys it."""

@@ -7,11 +7,15 @@ default; a decoder ignores what it does not know.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+RequestId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    request_id: int
+    request_id: RequestId
     epoch: int
 
 

@@ -93,7 +93,10 @@ class Below:
 
     def open(self, cache: Cache, layout: KVLayout) -> int | None:
         """A namespace is used. Where to wait for its generations, None when they are there or nobody answers."""
+        is_new = self.lineages.get(cache.digest) is None
         lineage = self.lineages.open(cache.pool, cache.digest, layout.itemsize, _name(cache))
+        if is_new:
+            self.flushing.opened(lineage)
         if lineage.was_learnt or not self._mover.stack.is_answering():
             return None
         return self._learning.setdefault(cache.digest, next(self._numbers))
@@ -163,6 +166,7 @@ class Below:
         self.spilling.tick(now_s)
         if now_s >= self._poll_at_s:
             self._poll_at_s = now_s + self._settings.poll_s
+            self.flushing.retry()
             if self._mover.stack.is_answering():
                 self.lineages.learn_all()
                 if now_s >= self._measure_at_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Container, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from kvd.block import NamespaceDigest
@@ -12,6 +13,8 @@ from kvd.pool import Pool
 from kvd.service.lineage import Lineage, Lineages
 from kvd.tiers.names import NamespaceName
 
+MAX_TRIES = 3
+"""Of a flush whose thread dies of a defect, before whoever asked for it is told so."""
 _log = logging.getLogger(__name__)
 
 
@@ -30,6 +33,16 @@ class FlushResult:
         """Tiers that could not say which other namespaces they hold: those are flushed nowhere."""
 
 
+@dataclass(slots=True)
+class _Owed:
+    """A flush whose job was lost."""
+
+    digest: NamespaceDigest
+    lineage: Lineage | None
+    """Which counts it as on its way, until the tiers were told."""
+    levels: frozenset[int] | None
+
+
 class Flushing:
     """Loop thread only.
 
@@ -42,6 +55,7 @@ class Flushing:
         self._mover = mover
         self._lineages = lineages
         self._pools = pools
+        self._owed: list[_Owed] = []
 
     def flush(
         self,
@@ -101,6 +115,25 @@ class Flushing:
         names = self._mover.stack.names
         return names if level is None else (names[level],)
 
+    def opened(self, lineage: Lineage) -> None:
+        """A namespace is new here: a flush of it that a defect kept from the tiers holds for it, too."""
+        for owed in self._owed:
+            if owed.digest == lineage.digest and owed.lineage is None:
+                owed.lineage = lineage
+                self._lineages.flushing(lineage)
+
+    def retry(self) -> None:
+        """Now and then: tells the tiers of flushes that a defect kept from them; so long nothing of those is read."""
+        owed, self._owed = self._owed, []
+        for one in owed:
+            self._mover.submit([self._job(one.digest, one.lineage, partial(self._retried, one), one.levels)])
+
+    def _retried(self, owed: _Owed, job: Flush) -> None:
+        if job.error is None:
+            self._told(owed.lineage, job)
+        else:
+            self._owed.append(owed)
+
     def stale(self, namespace: NamespaceDigest, flushed: bool) -> None:
         """A tier is in another generation than we knew: it was flushed by somebody else, or forgot."""
         if flushed:
@@ -124,9 +157,11 @@ class Flushing:
         others = frozenset(range(len(self._mover.stack.tiers))) - levels
         if others:
             self._lineages.flushing(lineage)
-            unknown = self._mover.stack.unknown
-            on_done = partial(self._told, lineage)
-            self._mover.submit([Flush(lineage.digest, unknown, on_done, levels=others, name=lineage.name)])
+            self._tell_others(lineage, others)
+
+    def _tell_others(self, lineage: Lineage, levels: frozenset[int]) -> None:
+        owed = _Owed(lineage.digest, lineage, levels)
+        self._mover.submit([self._job(owed.digest, lineage, partial(self._retried, owed), levels)])
 
     def _forget_flushed(self, lineage: Lineage) -> None:
         num_blocks = sum(pool.drop_namespaces((lineage.digest,)) for pool in lineage.pools)
@@ -144,17 +179,37 @@ class Flushing:
         if lineage is not None:
             self._lineages.flushing(lineage)
 
+        levels = _levels(level)
+        num_tries = 0
+
         def finish(job: Flush) -> None:
-            self._told(lineage, job)
-            # Without an end of the job nobody can say which tiers heard of it.
-            result.untold.update(job.result.untold if job.error is None else asked)
+            nonlocal num_tries
+            num_tries += 1
+            if job.error is None:
+                self._told(lineage, job)
+                result.untold.update(job.result.untold)
+            elif num_tries < MAX_TRIES and not job.cancelled:
+                self._mover.submit([self._job(digest, lineage, finish, levels)])
+                return
+            else:
+                # Without an end of the job nobody can say which tiers heard of it.
+                result.untold.update(self._names(level))
+                self._owed.append(_Owed(digest, lineage, levels))
             result.num_open -= 1
             if not result.num_open:
                 on_done(result)
 
-        asked = self._names(level)
+        return self._job(digest, lineage, finish, levels)
+
+    def _job(
+        self,
+        digest: NamespaceDigest,
+        lineage: Lineage | None,
+        on_done: Callable[[Flush], None],
+        levels: frozenset[int] | None,
+    ) -> Flush:
         name = None if lineage is None else lineage.name
-        return Flush(digest, self._mover.stack.unknown, finish, levels=_levels(level), name=name)
+        return Flush(digest, self._mover.stack.unknown, on_done, levels=levels, name=name)
 
     def _told(self, lineage: Lineage | None, job: Flush) -> None:
         if lineage is None:

@@ -108,9 +108,12 @@ class Progress:
     def forget(self, session: Session) -> None:
         """Everything an ended session waits for: nobody wants it any more."""
         attempts = cast("list[Attempt]", list(session.parked))
+        waited_for_memory = any(attempt.place == MEMORY for attempt in attempts)
         self.lot.forget(session)
         for attempt in attempts:
             self._leave_promotion(attempt)
+        if waited_for_memory:
+            self._request_anew()
 
     def wait_below(self, attempt: Attempt, number: int) -> None:
         """Parks it until what has that number was answered, or hangs for too long."""
@@ -178,12 +181,16 @@ class Progress:
             self._stock.retry()
             self._pools.memory_retry()
             self.blocks_came_back = True
-        for attempt in self.lot.expired(now_s):
+        expired = self.lot.expired(now_s)
+        waited_for_memory = any(attempt.place == MEMORY for attempt in expired)
+        for attempt in expired:
             if attempt.place != MEMORY:
                 attempt.stop_waiting_for_others()
                 attempt.waits_for_blocks_until_s = None
             if attempt.place is not None:
                 self.advance(attempt)
+        if waited_for_memory:
+            self._request_anew()
         if self.promotions is not None:
             self.promotions.memory_ready()  # whoever stood before them in the queue for memory may be gone
 
@@ -306,6 +313,16 @@ class Progress:
             attempt.memory_until_s = self._clock() + self._settings.growth_wait_s
         attempt.num_segments = num_segments
         self.lot.park(attempt, MEMORY, attempt.memory_until_s)
+        self._request_memory()
+
+    def _request_anew(self) -> None:
+        """Somebody waits for memory no longer: the stock need not make what nobody would take."""
+        self._stock.withdraw()
+        self._request_memory()
+        if self.promotions is not None:
+            self.promotions.memory_ready()
+
+    def _request_memory(self) -> None:
         wanted = {False: 0, True: 0}
         for other in self.lot.at(MEMORY):
             wanted[wants_huge_pages(other.cache.pool)] += other.num_segments

@@ -18,12 +18,12 @@ from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
 from kvd.protocol.replies import CacheOpened, Done, Failed, Pinned, Reply, Sealed, StatusReply, Verified
-from kvd.protocol.wire import pack_block_ids, unpack_block_ids
+from kvd.protocol.wire import pack_block_ids
 from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
 from kvd.service.below import Below
 from kvd.service.blob_verbs import BlobVerbs
-from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
+from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums, unpack_ids
 from kvd.service.identity import Identity
 from kvd.service.outbox import Outgoing, SendReply
 from kvd.service.pin_files import PinFiles
@@ -356,12 +356,12 @@ class Service:
 
     def _retain(self, session: Session, request: requests.Retain) -> None:
         check_num_blocks(request.num_blocks, at_least=0)
-        blocks = unpack_block_ids(request.blocks)
+        blocks = unpack_ids(request.blocks)
         self._progress.advance(RetainAttempt(session, session.cache(request.cache), request, blocks))
 
     def _seal(self, session: Session, request: requests.Seal) -> Reply:
         cache = session.cache(request.cache)
-        blocks = unpack_block_ids(request.blocks)
+        blocks = unpack_ids(request.blocks)
         hashes = unpack_hashes(request.hashes)
         checksums = unpack_checksums(request.checksums, len(blocks))
         self.savings.check(session, request.computed_tokens, request.computed_s, self.clock())
@@ -380,8 +380,8 @@ class Service:
         cache = session.cache(request.cache)
         cache.pool.release(
             session.id,
-            blocks=unpack_block_ids(request.blocks),
-            reserved=unpack_block_ids(request.reserved),
+            blocks=unpack_ids(request.blocks),
+            reserved=unpack_ids(request.reserved),
             hashes=unpack_hashes(request.hashes),
         )
         self._progress.blocks_came_back = True

@@ -174,14 +174,72 @@ def test_tiers_are_named_when_the_thread_that_tells_them_dies() -> None:
     client = opened(house)
     for tier, expected in (("", ["host", "redis"]), ("redis", ["redis"])):
         assert client.ask(requests.Flush, tier=tier) is None
-        (job,) = house.mover.waiting(Flush)
-        house.mover.lose(job)
+        lose_flushes(house, 3)
         (question,) = house.mover.waiting(ListNames)
         house.mover.lose(question)
         house.mover_done()
         reply = expect(Flushed, client.answer())
         assert (reply.untold, reply.unlisted) == (expected, expected)
     house.close()
+
+
+def lose_flushes(house: TieredHouse, times: int) -> None:
+    for _ in range(times):
+        (job,) = house.mover.waiting(Flush)
+        house.mover.lose(job)
+        house.mover_done()
+
+
+def test_a_flush_whose_thread_dies_is_tried_again(house: TieredHouse) -> None:  # case A9
+    client = opened(house)
+    house.put_below(client, EIGHT)
+    assert client.ask(requests.Flush, namespace=client.digest) is None
+    lose_flushes(house, 2)
+    assert client.answer() is None
+    house.run_mover()
+    assert expect(Flushed, client.answer()).untold == []
+    assert not house.held_below()
+
+
+def test_one_that_fails_each_time_is_carried_out_later_and_nothing_is_read_before(  # case A9
+    house: TieredHouse,
+) -> None:
+    client = opened(house)
+    house.put_below(client, EIGHT)
+    assert client.ask(requests.Flush, namespace=client.digest) is None
+    lose_flushes(house, 3)
+    assert expect(Flushed, client.answer()).untold == ["redis"]
+    assert found(client) == 0
+    assert house.held_below() == set(EIGHT)
+    house.pass_time(6.0)
+    lose_flushes(house, 1)
+    house.pass_time(6.0)
+    house.run_mover()
+    assert not house.held_below()
+    client.die()
+    opened(house).publish(EIGHT)
+    house.run_mover()
+    assert len(house.held_below()) == 4, "it goes on under the new generation"
+
+
+def test_nor_is_what_was_not_open_then_read_before(house: TieredHouse) -> None:  # case A9
+    client = opened(house)
+    key = unopened(house.below)
+    house.below.blocks = {TierKey(key.namespace, one): b"x" for one in EIGHT}
+    assert client.ask(requests.Flush, namespace=key.namespace) is None
+    lose_flushes(house, 3)
+    expect(Flushed, client.answer())
+    # As if the namespace were opened here now.
+    assert house.service.below is not None
+    lineage = house.service.below.lineages.open(
+        house.pool, key.namespace, 2, name_of(key.namespace, tenant="gid:100", model="model")
+    )
+    house.service.below.flushing.opened(lineage)
+    assert lineage.num_flushing == 1
+    house.pass_time(6.0)
+    house.run_mover()
+    assert lineage.num_flushing == 0
+    assert not house.held_below()
 
 
 def test_a_generation_learnt_before_a_flush_is_not_used_after_it(house: TieredHouse) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -100,6 +101,73 @@ def test_a_fault_that_is_over_is_not_shown_for_ever(start_tier: StartTier):
     eventually(lambda: not tier.server.last_error)
     assert tier.server.is_up
     assert "embedded_error" not in tier.status().details
+
+
+def test_a_server_that_was_killed_is_said_to_have_been_killed(start_tier: StartTier):
+    """Its last line of the log was about something else."""
+    tier = up(start_tier())
+    (folder_log := tier.server._log_path).write_text("WARNING Memory overcommit must be enabled!\n")
+    os.kill(tier.server.pid, signal.SIGKILL)
+    eventually(lambda: tier.server.num_restarts == 1)
+    assert tier.server.last_error == "the server ended by itself: killed by SIGKILL"
+    assert folder_log.exists()
+
+
+def test_a_server_that_ends_with_a_status_says_it_and_its_last_words(folder: Path, start_tier: StartTier):
+    (liar := folder / "liar").write_text(f"#!/bin/sh\necho the reason >> {folder}/redis.log\nexit 3\n")
+    liar.chmod(0o755)
+    tier = start_tier(binary=liar)
+    eventually(lambda: tier.server.last_error)
+    assert tier.server.last_error == "the server did not start: exit status 3: the reason"
+
+
+@pytest.mark.parametrize("what", ["runtime", "persistence"])
+def test_a_full_disk_is_named(folder: Path, start_tier: StartTier, what: str):
+    (disk := folder / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "none", str(disk)], check=True)
+    try:
+        kept = folder / "kept" if what == "runtime" else disk / "kept"
+        kept.mkdir(mode=0o700)
+        (kept / "kvd.rdb").write_bytes(b"no snapshot at all")  # or the server would start, and fail at its first save
+        with contextlib.suppress(OSError):
+            (disk / "filler").write_bytes(bytes(1 << 20))
+        tier = start_tier(runtime_dir=disk if what == "runtime" else folder, persistence_dir=kept)
+        eventually(lambda: tier.server.last_error)
+        full = disk if what == "runtime" else kept
+        assert tier.server.last_error.startswith("the server did not start: exit status 1: ")
+        assert tier.server.last_error.endswith(f"; the disk of {full} is full: free some space")
+        tier.close()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_folder_without_an_inode_left_is_named(folder: Path, start_tier: StartTier):
+    (disk := folder / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=0700", "none", str(disk)], check=True)
+    try:
+        (disk / "filler").touch()
+        tier = start_tier(runtime_dir=disk)
+        eventually(lambda: tier.server.last_error)
+        assert tier.server.last_error == f"nothing can be written to {disk}: No space left on device"
+        tier.close()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_folder_that_another_daemon_took_over_keeps_its_files(folder: Path, start_tier: StartTier):
+    """Somebody removed our lock, and another daemon has its server there."""
+    first = up(start_tier())
+    for name in ("redis.sock", "redis.log"):
+        (folder / name).unlink()
+    second = up(start_tier())
+    assert second.server.pid != first.server.pid
+    os.kill(first.server.pid, signal.SIGKILL)
+    eventually(lambda: "has taken" in first.server.last_error)
+    first.close()
+    assert {path.name for path in folder.iterdir()} == {"redis.sock", "redis.log"}
+    assert second.generation(new_namespace())
+    second.close()
+    assert not list(folder.iterdir())
 
 
 def test_a_server_that_cannot_be_watched_is_ended_before_another_is_started(
