@@ -117,7 +117,7 @@ class Progress:
 
     def wait_below(self, attempt: Attempt, number: int) -> None:
         """Parks it until what has that number was answered, or hangs for too long."""
-        self.lot.park(attempt, ("below", number), self._clock() + self._settings.tiers.answer_s)
+        self.lot.park(attempt, ("below", number), self._patience_s(attempt))
 
     def answered_below(self, number: int) -> None:
         """What those parked at ("below", number) wait for has come, or will not."""
@@ -185,6 +185,8 @@ class Progress:
         waited_for_memory = any(attempt.place == MEMORY for attempt in expired)
         for attempt in expired:
             if attempt.place != MEMORY:
+                if self._waits_on_below(attempt, now_s):
+                    continue
                 attempt.stop_waiting_for_others()
                 attempt.waits_for_blocks_until_s = None
             if attempt.place is not None:
@@ -266,7 +268,34 @@ class Progress:
         """Until when it waits for a sign from below: a tier that hangs must not cost what computing would not."""
         if attempt.request.wait_s is not None:
             return attempt.wait_until_s
-        return min(attempt.wait_until_s, self._clock() + self._settings.tiers.answer_s)
+        return min(attempt.wait_until_s, self._patience_s(attempt))
+
+    def _patience_s(self, attempt: Attempt) -> float:
+        now_s, tiers = self._clock(), self._settings.tiers
+        if attempt.below_until_s is None:
+            attempt.below_until_s = now_s + tiers.first_answer_s
+        return now_s + tiers.answer_s
+
+    def _waits_on_below(self, attempt: Attempt, now_s: float) -> bool:
+        """Parks it again where it waits for a sign from below, if so far the tiers had not even been asked for one."""
+        place = attempt.place
+        if self.promotions is None or attempt.below_until_s is None or place is None or place == MEMORY:
+            return False
+        kind, name = place
+        is_copying = isinstance(kind, int) and self._pools.all[kind].is_filling(cast("ChainHash", name))
+        if kind != "below" and not is_copying:
+            return False
+        if isinstance(attempt, BeginAttempt) and attempt.request.wait_s is not None:
+            return False
+        since_s = self.promotions.owed_since_s(copies=is_copying)
+        until_s = (now_s if since_s is None else since_s) + self._settings.tiers.answer_s
+        until_s = min(until_s, attempt.below_until_s)
+        if isinstance(attempt, BeginAttempt):
+            until_s = min(until_s, attempt.wait_until_s)
+        if until_s <= now_s:
+            return False
+        self.lot.park(attempt, place, until_s)
+        return True
 
     def _end(self, attempt: Attempt) -> None:
         self.lot.leave(attempt)

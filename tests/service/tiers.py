@@ -45,7 +45,7 @@ class TieredHouse(House):
         self.inner = list(tiers) if tiers is not None else [DictTier(name="redis")]
         self.tiers = [FaultyTier(tier) for tier in self.inner]
         self.stack = Stack(self.tiers, lasting=[self.tiers[-1].name])
-        self.mover = HandMover(self.stack)
+        self.mover = HandMover(self.stack, lambda: self.clock.now_s)
         policy = PoolPolicy(**{name: changes.pop(name) for name in ("spill", "after_promote") if name in changes})
         settings = replace(
             SETTINGS, isolation=isolation, tiers=TierSettings(**changes), pool_rules=PoolRules(rules, policy)
