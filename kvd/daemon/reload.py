@@ -68,7 +68,7 @@ class Reloader:
         limits.uid_sessions = config.limits.uid_sessions or None
         limits.uid_requests = config.limits.uid_requests or None
         service = self._daemon.service
-        service.pools.set_quotas(
+        service.set_quotas(
             session_nbytes=config.limits.session_nbytes or None, uid_nbytes=config.limits.uid_nbytes or None
         )
         service.set_pool_rules(rules)

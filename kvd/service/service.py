@@ -227,6 +227,11 @@ class Service:
         self._progress.blocks_came_back = True
         self._progress.settle()
 
+    def set_quotas(self, *, session_nbytes: int | None, uid_nbytes: int | None) -> None:
+        """From now on nobody gets, or pins, more than this. Who has more keeps it."""
+        self.pools.set_quotas(session_nbytes=session_nbytes, uid_nbytes=uid_nbytes)
+        self.pins.max_uid_nbytes = uid_nbytes
+
     def set_waits(self, *, default_s: float, max_s: float) -> None:
         """For every begin from now on."""
         self.settings = replace(self.settings, default_wait_s=default_s, max_wait_s=max_s)
@@ -409,7 +414,7 @@ class Service:
         return StatusReply(request.request_id, self.epoch, snapshot)
 
     def _verify(self, session: Session, request: requests.Verify) -> Reply:
-        if session.identity.uid not in self.settings.admin_uids:
+        if not self.settings.is_admin(session.identity):
             raise PermissionRefused("only root and the daemon's own user may have the blocks verified")
         step = verify(self.pools, self._table, request.cursor)
         return Verified(
