@@ -37,7 +37,7 @@ COMMANDS = {
         "clients",
         "List the clients: what each holds, maps and was spared.",
     ),
-    "why": Entry("kvd.cli.why", "why", "Say how far a prompt is cached, and what the rest lacks."),
+    "why": Entry("kvd.cli.why", "why", "Say how far a prompt is cached, and why no further."),
     "pin": Entry("kvd.cli.pin", "pin", "Keep prompts resident, across restarts too."),
     "flush": Entry("kvd.cli.flush", "flush", "Forget cached blocks for good, in memory and every tier below."),
     "spill": Entry("kvd.cli.spill", "spill", "Copy every idle block that has no copy yet to the tiers below."),

@@ -25,6 +25,22 @@ def test_blocks_are_published_step_by_step(client: kvd_client.Client, salt: str)
         assert cache.sequence.num_sealed_tokens == 64
 
 
+def test_the_speed_of_a_prefill_is_reported_and_that_of_small_steps_is_not(
+    client: kvd_client.Client, salt: str
+) -> None:
+    model, input_ids = tiny_model(), prompt()
+
+    def computed() -> int:
+        digest = cache.sequence._core._cache.digest.hex()
+        return next(one.computed_tokens for one in client.status().namespaces if one.digest == digest)
+
+    with attach(client, model, input_ids, salt=salt) as cache, torch.no_grad():
+        model(input_ids[:, :80], cache=cache)
+        assert computed() == 80
+        model(input_ids[:, 80:96], cache=cache)
+        assert computed() == 80
+
+
 def test_nothing_is_published_before_commit_when_told_so(client: kvd_client.Client, salt: str) -> None:
     model, input_ids = tiny_model(), prompt()
     with attach(client, model, input_ids, salt=salt, publish=False) as cache:
