@@ -9,7 +9,7 @@ from kvd.bench.row import Group, Run
 from kvd.bench.start import START_GROUP
 
 SLOW = (model.GROUP, restart.GROUP)
-QUICK = [group for group in catalogue.GROUPS if group not in (*SLOW, START_GROUP)]
+QUICK = [group for group in (*catalogue.GROUPS, *catalogue.ENGINE_GROUPS) if group not in (*SLOW, START_GROUP)]
 
 
 def measured(group: Group) -> None:
