@@ -6,9 +6,10 @@
 `attach` maps the longest cached prefix of the prompt; `generate` computes the rest, and every block it completes is
 published at once, so that others find it. Nothing is copied. `past_key_values=cache` works as well.
 
-Served are decoder models whose layers all have full attention (Llama, Qwen2, Qwen3, SmolLM, ...), one sequence at a
-time, on the CPU. What is not served is refused with `EngineUnsupported`; a call that would use the cache for other
-tokens than it holds with `InvalidRequest`. Needs the `transformers` extra.
+Served are decoder models whose layers have full or sliding-window attention (Llama, Qwen2, Qwen3, SmolLM, Mistral,
+Gemma-2, Gemma-3, ...): one prompt or a batch padded on the left, sampled, by beams or assisted, prefilled in chunks,
+streamed. What is not served is refused with `EngineUnsupported`; a call that would use the cache for other tokens than
+it holds with `InvalidRequest`. Needs the `transformers` extra.
 """
 
 from __future__ import annotations
