@@ -54,6 +54,8 @@ def test_it_gives_the_tokens_of_a_run_without_kvd(
     with attach(client, model, ids, salt=salt) as cache:
         assert cache.num_cached_tokens == num_found
         assert torch.equal(greedy(model, ids, 30, cache=cache, **arguments), expected)
+        # What is thrown away was not published before, so throwing it away copies nothing.
+        assert cache.num_copied_bytes == 0
         held = cache.get_seq_length()
         assert cache.sequence.token_ids == expected[0, :held].tolist()
     # What stayed is published, under the tokens that stayed.

@@ -208,9 +208,10 @@ class OwnAttention(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
         shape = (*hidden_states.shape[:2], -1, 16)
-        keys = self.inner.k_proj(hidden_states).view(shape).transpose(1, 2)
-        keys, _ = cache.update(keys, keys, self.layer_idx)
-        return torch.matmul(keys, keys.transpose(2, 3)), None
+        queries = self.inner.k_proj(hidden_states).view(shape).transpose(1, 2)
+        keys, _ = cache.update(queries, queries, self.layer_idx)
+        mixed = torch.matmul(torch.matmul(queries, keys.transpose(2, 3)).softmax(-1), keys)
+        return mixed.transpose(1, 2).flatten(2).repeat(1, 1, 2), None
 
 
 def test_a_model_with_its_own_attention_is_refused_for_batches(client: kvd_client.Client, salt: str) -> None:

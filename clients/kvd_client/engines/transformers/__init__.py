@@ -3,6 +3,9 @@
     with kvd_client.connect() as client, attach(client, model, input_ids) as cache:
         output = model.generate(input_ids, cache=cache, max_new_tokens=200)
 
+    with shared(model) as statistics:
+        output = model.generate(input_ids, max_new_tokens=200)    # as ever
+
 `attach` maps the longest cached prefix of the prompt; `generate` computes the rest, and every block it completes is
 published at once, so that others find it. Nothing is copied. `past_key_values=cache` works as well.
 
@@ -17,6 +20,16 @@ from __future__ import annotations
 from kvd_client.engines.transformers.attach import attach, namespace
 from kvd_client.engines.transformers.cache import KvdCache
 from kvd_client.engines.transformers.identity import ModelIdentity, model_identity
+from kvd_client.engines.transformers.shared import SharingStatistics, shared
 from kvd_client.engines.transformers.support import layout_of
 
-__all__ = ["KvdCache", "ModelIdentity", "attach", "layout_of", "model_identity", "namespace"]
+__all__ = [
+    "KvdCache",
+    "ModelIdentity",
+    "SharingStatistics",
+    "attach",
+    "layout_of",
+    "model_identity",
+    "namespace",
+    "shared",
+]

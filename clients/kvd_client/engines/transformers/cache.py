@@ -146,6 +146,11 @@ class KvdCache(Cache):  # type: ignore[misc]
         """Bytes that attaching and forking copied; 0 where everything was mapped."""
         return sum(row.num_copied_bytes for row in self.rows)
 
+    @property
+    def num_columns(self) -> int:
+        """Padding and tokens in every layer, of forward passes that are complete."""
+        return self._num_columns
+
     def num_columns_in(self, index: int) -> int:
         """Padding and tokens in one layer, written by a pass that may still be under way."""
         return self._layer_columns[index]

@@ -20,7 +20,15 @@ UNSTABLE_ROPE_TYPES = frozenset({"dynamic", "longrope"})
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The transformers model inside a PEFT wrapper, or the model itself. Raises `EngineUnsupported` for others."""
+    """The transformers model inside a PEFT wrapper, or the model itself. Raises `EngineUnsupported` for others, and for
+    adapters that put tokens of their own before the prompt.
+    """
+    for name, settings in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(settings, "is_prompt_learning", False):
+            raise EngineUnsupported(
+                f"adapter {name!r} puts virtual tokens before the prompt, and kvd knows KV by its tokens: run this "
+                f"model without kvd"
+            )
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel):
         raise EngineUnsupported(f"{type(model).__name__} is not a transformers model")
