@@ -8,6 +8,7 @@ from kvd.bench import (
     begin,
     chain_hash,
     contiguous,
+    llama_server,
     mapping,
     model,
     pool_scale,
@@ -36,7 +37,7 @@ GROUPS: tuple[Group, ...] = (
     start.RSS_GROUP,
 )
 
-ENGINE_GROUPS: tuple[Group, ...] = (contiguous.GROUP,)
+ENGINE_GROUPS: tuple[Group, ...] = (contiguous.GROUP, llama_server.GROUP)
 """What runs an engine, and so needs one installed."""
 
 NAMES: tuple[str, ...] = tuple(target.name for group in (*GROUPS, *ENGINE_GROUPS) for target in group.targets)

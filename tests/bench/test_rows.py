@@ -71,7 +71,7 @@ def test_a_row_brings_those_measured_with_it():
 
 def test_the_engines_rows_are_asked_for():
     names = [target.name for group in catalogue.chosen([], engines=True) for target in group.targets]
-    assert {"ttft_2048_cached", "contiguous_update"} <= set(names)
+    assert {"ttft_2048_cached", "contiguous_update", "llama_server_ttft_1500"} <= set(names)
     (group,) = catalogue.chosen(["contiguous_update"])
     assert group not in catalogue.chosen([])
 
