@@ -97,6 +97,7 @@ class Keeper:
         start_s = self._clock()
         bound_s = self.costs.bound_s(num_tokens - num_known)
         found = self._run(self._finders, lambda: self._find(tokens, num_known, bound_s))
+        found.add_done_callback(_look_at)
         try:
             snapshot = await asyncio.wait_for(asyncio.shield(found), bound_s)
         except TimeoutError:
@@ -129,14 +130,17 @@ class Keeper:
             _log.error("a snapshot has other tokens than it is kept under; it is not used")
             return num_known
         file = self._new_file(slot)
+        writing = self._run(self._finders, lambda: _write(file, snapshot.state))
+        writing.add_done_callback(_look_at)
         try:
-            await self._run(self._finders, lambda: _write(file, snapshot.state))
+            await asyncio.shield(writing)
             answer = await self._ask(f"/slots/{slot.number}?action=restore", {"filename": file.name})
         except OSError as error:
             self._failed("failed_restores", "write", error)
             return num_known
         finally:
-            file.unlink(missing_ok=True)
+            # A client that goes away does not stop the thread, which may not even have begun.
+            writing.add_done_callback(lambda _done: file.unlink(missing_ok=True))
         if not isinstance(answer, dict) or answer.get("n_restored", 0) < snapshot.num_tokens:
             self.counters["failed_restores"] += 1
             slot.tokens = b""
@@ -249,6 +253,12 @@ class Keeper:
     def _failed(self, counter: str, what: str, error: Exception) -> None:
         self.counters[counter] += 1
         _log.warning("could not %s a snapshot: %s", what, error)
+
+
+def _look_at(done: asyncio.Future[Any]) -> None:
+    """For what nobody may be waiting for any more: its error was no secret."""
+    if not done.cancelled():
+        done.exception()
 
 
 def has_tokens(state: memoryview, tokens: bytes) -> bool:

@@ -23,7 +23,13 @@ from kvd_client.engines.llama_cpp.slots import Slot, Slots
 STATUS_PATH: Final = "/kvd/status"
 ASK_BOUND_S: Final = 30.0
 """For what the proxy itself asks: a template, tokens, a slot's state."""
-_SEES_TOKENS: Final = frozenset({"/infill", "/v1/responses", "/responses", "/v1/messages"})
+_NO_SLOT: Final = frozenset(
+    {
+        *("/tokenize", "/detokenize", "/apply-template", "/props", "/lora-adapters", "/v1/messages/count_tokens"),
+        *("/v1/chat/completions/control", "/chat/completions/control", "/v1/streams/lookup", "/tools", "/cors-proxy"),
+    }
+)
+"""Posts that compute nothing in a slot. Any other does, for all we know."""
 _HOP_BY_HOP: Final = frozenset(
     {
         "connection",
@@ -49,6 +55,8 @@ class Proxy:
         self.slots = Slots(0)
         self.why_not = arguments.why_not or "the model is being loaded"
         """Why there are no snapshots; empty when there are."""
+        self._num_past = 0
+        """Requests under way that took a slot without asking us."""
         self._arguments = arguments
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(str(socket_path), limit=0),
@@ -102,11 +110,21 @@ class Proxy:
                 if not self._arguments.slot_save_path:
                     return _NOT_SUPPORTED()
                 self.slots.forget()
-            elif path in _SEES_TOKENS:
-                self.slots.forget()
             elif path == "/lora-adapters" and self.keeper is not None:
                 self._no_more("its adapters were changed while it ran")
+            if path not in _NO_SLOT:
+                return await self._past_us(request, request.content)
         return await self._pass_on(request, request.content if request.body_exists else None)
+
+    async def _past_us(self, request: web.Request, body: bytes | aiohttp.StreamReader) -> web.StreamResponse:
+        """A request that takes whichever slot the server likes; until it is over nobody knows which one is free."""
+        self.slots.forget()
+        self._num_past += 1
+        try:
+            return await self._pass_on(request, body)
+        finally:
+            self._num_past -= 1
+            self.slots.forget()
 
     def _no_more(self, why: str) -> None:
         self.keeper, self.why_not = None, why
@@ -114,11 +132,11 @@ class Proxy:
 
     async def _complete(self, request: web.Request, path: str, keeper: Keeper) -> web.StreamResponse:
         body = await _read(request)
-        parsed = parse(path, body)
+        parsed = None if self._num_past else parse(path, body)
         tokens = None if parsed is None else await tokens_of(path, parsed, self.ask)
-        if tokens is None:
-            self.slots.forget()
-            return await self._pass_on(request, body)
+        # Naming a slot that one of those has would make this request wait for that one, though others were free.
+        if tokens is None or self._num_past:
+            return await self._past_us(request, body)
         slot, num_known = await self.slots.take(tokens)
         keeper.requests_changed()
         try:
@@ -147,7 +165,8 @@ class Proxy:
     ) -> web.StreamResponse:
         """The request as it came to the server, and its answer as it comes to the client, piece by piece."""
         headers = _end_to_end(request.headers)
-        headers.popall("Content-Length", None)
+        for name in ("Content-Length", "Expect"):  # the proxy's own affair
+            headers.popall(name, None)
         if isinstance(body, aiohttp.StreamReader) and request.content_length is not None:
             headers["Content-Length"] = str(request.content_length)
         headers.setdefault("Host", "server")
