@@ -2,7 +2,7 @@
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo bench test lint types layers pytest system gpu-check clean
+.PHONY: help demo bench test test-systemd lint types layers pytest system gpu-check clean
 
 BIN := .venv/bin
 RUN := .venv/.kvd-run
@@ -10,7 +10,7 @@ DEV := .venv/.kvd-dev
 SETUP_INPUTS := pyproject.toml constraints.txt tools/setup
 
 help:  ## show the targets
-	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 14
 
 demo: $(RUN)  ## processes share a real model's KV cache
 	@$(BIN)/kvd demo
@@ -19,6 +19,9 @@ bench: $(RUN)  ## the numbers, each beside its limit
 	@$(BIN)/kvd bench --quick
 
 test: lint types layers pytest  ## everything that must pass before a change goes in
+
+test-systemd: $(DEV) system  ## the service in a real systemd, in a container (as root; builds its root under .cache)
+	@root=$$(tools/systemd-root) && KVD_SYSTEMD_ROOT=$$root $(BIN)/pytest -q tests/system
 
 lint: $(DEV)  ## ruff: rules and formatting
 	@$(BIN)/ruff check

@@ -25,6 +25,7 @@
     ├── ConfigError               an unknown key, a wrong type, a value out of range
     │   └── RuntimeFolderError    the runtime folder cannot be made, written or locked
     ├── AlreadyRunning            another daemon holds the runtime folder
+    ├── InstallError              the service cannot be installed or removed so
     ├── TierError                 one tier could not do what was asked; memory serves on
     │   ├── TierUnavailable       unreachable, too slow, closed, or its circuit breaker is open
     │   │   └── TierRefused       it answers, but not to us: password, rights, version, not a Redis
@@ -209,6 +210,12 @@ class AlreadyRunning(KvdError):
 
     code = "already-running"
     exit_code = 9
+
+
+class InstallError(KvdError):
+    """`kvd install` or `kvd uninstall` could not do its work; the message says what is in the way."""
+
+    code = "install-error"
 
 
 class TierError(KvdError):

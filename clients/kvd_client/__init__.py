@@ -19,6 +19,18 @@ from kvd_client.blobs import Blobs
 from kvd_client.cache import Cache
 from kvd_client.client import Client, connect
 from kvd_client.sequence import Sequence
+from kvd_client.statistics import CacheStatistics
 from kvd_client.verb import Tokens
 
-__all__ = ["Blobs", "Cache", "Client", "KVLayout", "KvdError", "Namespace", "Sequence", "Tokens", "connect"]
+__all__ = [
+    "Blobs",
+    "Cache",
+    "CacheStatistics",
+    "Client",
+    "KVLayout",
+    "KvdError",
+    "Namespace",
+    "Sequence",
+    "Tokens",
+    "connect",
+]

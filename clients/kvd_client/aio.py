@@ -32,6 +32,7 @@ from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.sequence_core import SequenceCore
 from kvd_client.sequence_state import SequenceOptions
 from kvd_client.sequence_view import SequenceView
+from kvd_client.statistics import CacheStatistics, Ledger
 from kvd_client.tier_verbs import FlushOutcome, Pinned, Reach
 from kvd_client.verb import Tokens, Verb
 from kvd_client.verbs import VerifyOutcome
@@ -174,6 +175,7 @@ class Cache:
         self._namespace = namespace
         self._digest = digest
         self._checksums = checksums
+        self._ledger = Ledger(namespace.layout.block_tokens)
 
     @property
     def namespace(self) -> Namespace:
@@ -259,6 +261,7 @@ class Cache:
             token_ids, max_tokens, wait_s=wait_s, materialize=materialize, verify=verify, populate=populate
         )
         missing, started_s = seq.num_missing_tokens, time.monotonic()
+        self._ledger.began(seq.num_cached_tokens, missing)
         try:
             work = compute(seq)
             if inspect.isawaitable(work):
@@ -267,9 +270,15 @@ class Cache:
             seq.computed(missing, time.monotonic() - started_s)
             await seq.commit()
         except BaseException:
+            self._ledger.ended(time.monotonic() - started_s, well=False)
             await seq.close()
             raise
+        self._ledger.ended(time.monotonic() - started_s, well=True)
         return seq
+
+    async def statistics(self) -> CacheStatistics:
+        """See `kvd_client.Cache.statistics`."""
+        return await self._runner.run(lambda link: self._ledger.with_daemons(link, self._digest))
 
 
 class Sequence(SequenceView):

@@ -14,11 +14,12 @@ from kvd.block import BlockId, ChainHash, NamespaceDigest
 from kvd.errors import CorruptBlock, InvalidRequest, OutOfMemory
 from kvd.hashing import Namespace, pack_hashes
 from kvd.protocol.replies import Begun, Forgotten, FoundLast, Matched, Reserved, Sealed
-from kvd.protocol.requests import Begin, FindLast, Forget, Match, Release, Reserve, Seal
+from kvd.protocol.requests import Begin, FindLast, Forget, Match, Reserve, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd_client import verbs
 from kvd_client.address_range import HUGE_PAGE_NBYTES
 from kvd_client.link import Holdings, Link, OpenedCache
+from kvd_client.releases import releases
 from kvd_client.storage import MappedStorage, has_room_for
 from kvd_client.verb import Verb, expect
 
@@ -331,15 +332,14 @@ def _release(
 ) -> None:
     """Gives back what nothing maps. Where the session is over, the daemon has it already."""
     if link.lost is None:
-        link.post(
-            Release(
-                link.next_id(),
-                link.epoch,
-                cache.handle,
-                blocks=pack_block_ids(blocks),
-                reserved=pack_block_ids(reserved),
-            )
-        )
+        for request in releases(
+            link.next_id,
+            link.epoch,
+            cache.handle,
+            blocks=pack_block_ids(blocks),
+            reserved=pack_block_ids(reserved),
+        ):
+            link.post(request)
 
 
 __all__ = ["Buffer", "Spaces", "buffers", "delete", "get", "head_of", "latest", "put", "size"]

@@ -11,6 +11,7 @@ from kvd_client import tier_verbs, verbs
 from kvd_client.blocking import Runner
 from kvd_client.sequence import Sequence
 from kvd_client.sequence_state import SequenceOptions
+from kvd_client.statistics import CacheStatistics, Ledger
 from kvd_client.tier_verbs import Pinned, Reach
 from kvd_client.verb import Tokens
 
@@ -22,6 +23,7 @@ class Cache:
         self._runner = runner
         self._namespace = namespace
         self._checksums = checksums
+        self._ledger = Ledger(namespace.layout.block_tokens)
         self._digest = runner.run(lambda link: verbs.open_cache(link, namespace)).digest
 
     @property
@@ -139,12 +141,19 @@ class Cache:
             populate=populate,
         )
         missing, started_s = seq.num_missing_tokens, time.monotonic()
+        self._ledger.began(seq.num_cached_tokens, missing)
         try:
             compute(seq)
             seq.require_complete()
             seq.computed(missing, time.monotonic() - started_s)
             seq.commit()
         except BaseException:
+            self._ledger.ended(time.monotonic() - started_s, well=False)
             seq.close()
             raise
+        self._ledger.ended(time.monotonic() - started_s, well=True)
         return seq
+
+    def statistics(self) -> CacheStatistics:
+        """What this object's `get_or_compute` found and computed, and where the daemon finds the namespace's blocks."""
+        return self._runner.run(lambda link: self._ledger.with_daemons(link, self._digest))

@@ -183,8 +183,7 @@ class BlockingChannel:
             self._undo(waiter.request, reply)
 
     def _undo(self, request: Request, reply: Reply) -> None:
-        answer = undo(self._link, request, reply)
-        if answer is not None:
+        for answer in undo(self._link, request, reply):
             self._send_later(answer)
 
     def _pass_lead_on(self) -> None:

@@ -29,11 +29,12 @@ from kvd.errors import (
 )
 from kvd.hashing import Namespace
 from kvd.protocol.replies import CacheOpened
-from kvd.protocol.requests import Release, Request
+from kvd.protocol.requests import Request
 from kvd.protocol.session import Goodbye, SegmentGranted, SegmentRevoked
 from kvd.protocol.wire import pack_block_ids
 from kvd_client.lifetimes import Guard
 from kvd_client.options import Options
+from kvd_client.releases import releases
 from kvd_client.segments import PoolMemory, SegmentTable
 from kvd_client.session_socket import Arrival, SessionSocket
 from kvd_client.storage import Storage
@@ -244,15 +245,14 @@ class Link:
             if not self._num_mapped:
                 self._end()
         elif self.lost is None and not self._forked and (holdings.references or holdings.reservations):
-            self.post(
-                Release(
-                    self.next_id(),
-                    self.epoch,
-                    holdings.cache,
-                    blocks=pack_block_ids(holdings.references),
-                    reserved=pack_block_ids(holdings.reservations),
-                )
-            )
+            for request in releases(
+                self.next_id,
+                self.epoch,
+                holdings.cache,
+                blocks=pack_block_ids(holdings.references),
+                reserved=pack_block_ids(holdings.reservations),
+            ):
+                self.post(request)
 
     def close_when_unmapped(self) -> bool:
         """No request will be made any more: ends the session now, or when the last view dies. True if now.

@@ -10,13 +10,14 @@ from kvd.block import BlockId, ChainHash
 from kvd.errors import InvalidRequest, KvdError, OutOfBlocks, OutOfMemory, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, pack_hashes
 from kvd.protocol.replies import Reserved, Sealed
-from kvd.protocol.requests import Release, Reserve, Retain, Seal
+from kvd.protocol.requests import Reserve, Retain, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd_client.address_range import HUGE_PAGE_NBYTES
 from kvd_client.checksum import pack_checksums
 from kvd_client.link import Holdings, Link, OpenedCache
 from kvd_client.named_tokens import NamedTokens
 from kvd_client.private_storage import PackedStorage, PrivateStorage
+from kvd_client.releases import releases
 from kvd_client.sequence_state import SequenceOptions, SequenceState
 from kvd_client.storage import MappedStorage, Storage, has_room_for
 from kvd_client.verb import Tokens, Verb, expect
@@ -319,12 +320,11 @@ class SequenceCore(SequenceState):
     def _post_release(self, *, reserved: Sequence[BlockId] = (), hashes: Sequence[ChainHash] = ()) -> None:
         link = self.link
         if link.lost is None:
-            link.post(
-                Release(
-                    link.next_id(),
-                    link.epoch,
-                    self._cache.handle,
-                    reserved=pack_block_ids(reserved),
-                    hashes=pack_hashes(hashes),
-                )
-            )
+            for request in releases(
+                link.next_id,
+                link.epoch,
+                self._cache.handle,
+                reserved=pack_block_ids(reserved),
+                hashes=pack_hashes(hashes),
+            ):
+                link.post(request)

@@ -37,6 +37,8 @@ class FlushOutcome:
     """That left memory."""
     untold: tuple[str, ...]
     """Tiers that are down; they are told before anything else is asked of them."""
+    unlisted: tuple[str, ...] = ()
+    """Tiers that could not say what they hold: of namespaces nobody opened here, nothing was flushed in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def flush(link: Link, *, namespace: bytes | None, model: str | None, tier: str |
     link.require_alive()
     request = Flush(link.next_id(), link.epoch, namespace=namespace or b"", model=model or "", tier=tier or "")
     flushed = expect((yield request), Flushed)
-    return FlushOutcome(flushed.num_namespaces, flushed.num_blocks, tuple(flushed.untold))
+    return FlushOutcome(flushed.num_namespaces, flushed.num_blocks, tuple(flushed.untold), tuple(flushed.unlisted))
 
 
 def spill(link: Link) -> Verb[int]:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvd.bench import begin, chain_hash, mapping, model, pool_scale, publish, restart, start, tier_get, tier_moves
+from kvd.bench import (
+    begin,
+    chain_hash,
+    contiguous,
+    llama_server,
+    mapping,
+    model,
+    pool_scale,
+    publish,
+    restart,
+    start,
+    tier_get,
+    tier_moves,
+)
 from kvd.bench.row import CannotMeasure, Group, Row, Run
 from kvd.config.keys import nearest
 from kvd.errors import InvalidRequest, KvdError
@@ -24,16 +37,24 @@ GROUPS: tuple[Group, ...] = (
     start.RSS_GROUP,
 )
 
-NAMES: tuple[str, ...] = tuple(target.name for group in GROUPS for target in group.targets)
+ENGINE_GROUPS: tuple[Group, ...] = (contiguous.GROUP, llama_server.GROUP)
+"""What runs an engine, and so needs one installed."""
+
+NAMES: tuple[str, ...] = tuple(target.name for group in (*GROUPS, *ENGINE_GROUPS) for target in group.targets)
 
 
-def chosen(names: Sequence[str]) -> list[Group]:
-    """The groups that measure these rows; all without names. Raises `InvalidRequest` naming the nearest."""
+def chosen(names: Sequence[str], *, engines: bool = False) -> list[Group]:
+    """The groups that measure these rows; without names `GROUPS`, or with `engines` those of the engines and the model.
+
+    Raises `InvalidRequest` naming the nearest.
+    """
     for name in names:
         if name not in NAMES:
             alike = nearest(name, NAMES)
             raise InvalidRequest(f"no row {name}" + (f"; did you mean {alike}?" if alike else f"; {', '.join(NAMES)}"))
-    return [group for group in GROUPS if not names or any(target.name in names for target in group.targets)]
+    if not names:
+        return [model.GROUP, *ENGINE_GROUPS] if engines else list(GROUPS)
+    return [group for group in (*GROUPS, *ENGINE_GROUPS) if any(target.name in names for target in group.targets)]
 
 
 def measure(groups: Sequence[Group], run: Run, done: Callable[[Group], None]) -> Iterator[Row]:

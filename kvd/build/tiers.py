@@ -68,6 +68,11 @@ def build_tiers(
 
 def check_tiers(tiers: schema.Tiers, environ: Mapping[str, str]) -> None:
     """Raises the `ConfigError` or `TierUnavailable` that `build_tiers` would make a warning of; starts nothing."""
+    if tiers.redis.password_file:
+        from kvd.tiers.redis_url import read_password_file
+
+        # Whatever the URL: a flag may name a server, and then the daemon would be without it.
+        read_password_file(tiers.redis.password_file)
     if tiers.redis.url in OFF:
         return
     _options(tiers.redis)
@@ -135,7 +140,10 @@ def _embedded_tier(
     try:
         return EmbeddedRedisTier(options, _options(redis)), options.persistence_dir is not None
     except RuntimeFolderError as error:
-        warnings.append(f"the embedded Redis keeps nothing when the daemon stops: {error}; set tiers.redis.persistence")
+        warnings.append(
+            f"the embedded Redis keeps nothing when the daemon stops: {error}; mend that, or name another folder in "
+            f"tiers.redis.persistence"
+        )
         return EmbeddedRedisTier(replace(options, persistence_dir=None), _options(redis)), False
 
 

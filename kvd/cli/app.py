@@ -37,7 +37,7 @@ COMMANDS = {
         "clients",
         "List the clients: what each holds, maps and was spared.",
     ),
-    "why": Entry("kvd.cli.why", "why", "Say how far a prompt is cached, and what keeps the rest from being found."),
+    "why": Entry("kvd.cli.why", "why", "Say how far a prompt is cached, and why no further."),
     "pin": Entry("kvd.cli.pin", "pin", "Keep prompts resident, across restarts too."),
     "flush": Entry("kvd.cli.flush", "flush", "Forget cached blocks for good, in memory and every tier below."),
     "spill": Entry("kvd.cli.spill", "spill", "Copy every idle block that has no copy yet to the tiers below."),
@@ -47,8 +47,14 @@ COMMANDS = {
     "resize": Entry("kvd.cli.resize", "resize", "Change how much memory the pools of a device may have."),
     "size": Entry("kvd.cli.size", "size_command", "Say how much memory a model's KV takes, and how many tokens fit."),
     "doctor": Entry("kvd.cli.doctor", "doctor", "Check this machine and the daemon; say how to fix what is wrong."),
+    "run": Entry("kvd.cli.run", "run", "Run a Python program whose transformers models share their KV cache."),
     "demo": Entry("kvd.cli.demo", "demo", "Watch processes share a real model's KV cache."),
     "bench": Entry("kvd.cli.bench", "bench", "Measure kvd, each number beside its limit in the same run."),
+    "llama-server": Entry(
+        "kvd.cli.llama_server", "llama_server", "Run a llama-server that shares its KV cache through kvd."
+    ),
+    "install": Entry("kvd.cli.install", "install", "Install kvd as a service of systemd."),
+    "uninstall": Entry("kvd.cli.uninstall", "uninstall", "Stop the service and remove what install wrote."),
     "config": Entry("kvd.cli.config", "config", "Print or check the configuration."),
     "completion": Entry("kvd.cli.completion", "completion", "Print a script for the shell's completion."),
 }

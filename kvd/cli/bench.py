@@ -21,9 +21,12 @@ from kvd.cli.render_bench import render_rows
 @click.option("--quick", is_flag=True, help=f"{QUICK_ROUNDS} rounds a measurement rather than {FULL_ROUNDS}.")
 @click.option("--json", "as_json", is_flag=True, help="A list of objects: name, unit, value, limit, ratio, target, ok.")
 @click.option("--only", metavar="NAME", multiple=True, help="Only this row, and those measured with it; repeatable.")
+@click.option(
+    "--engines", is_flag=True, help="The rows of the engines, which need one installed, rather than kvd's own."
+)
 @click.option("--strict", is_flag=True, help="Exit with 1 unless every row reaches its target.")
 @click.pass_context
-def bench(ctx: click.Context, quick: bool, as_json: bool, only: tuple[str, ...], strict: bool) -> None:
+def bench(ctx: click.Context, quick: bool, as_json: bool, only: tuple[str, ...], engines: bool, strict: bool) -> None:
     """Measure kvd, each number beside its limit in the same run.
 
     Starts daemons of its own in temporary folders; one that runs already is left alone, but disturbs what is measured.
@@ -31,7 +34,7 @@ def bench(ctx: click.Context, quick: bool, as_json: bool, only: tuple[str, ...],
     """
     # What was started is stopped by context managers, which a plain SIGTERM would skip.
     signal.signal(signal.SIGTERM, _terminated)
-    rows = _rows_with_progress(chosen(only), quick=quick)
+    rows = _rows_with_progress(chosen(only, engines=engines), quick=quick)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode())
     else:

@@ -9,7 +9,7 @@ import kvd_client
 from kvd.block import HASH_NBYTES
 from kvd.cli.options import runtime_dir_option
 from kvd.cli.text import count, one_line
-from kvd.errors import InvalidRequest
+from kvd.errors import InvalidRequest, TierUnavailable
 from kvd_client.tier_verbs import FlushOutcome
 
 MIN_PREFIX = 4
@@ -18,10 +18,10 @@ MIN_PREFIX = 4
 @click.command()
 @runtime_dir_option
 @click.option("--namespace", metavar="DIGEST", help="This namespace: 64 hex digits, or the first few of a known one.")
-@click.option("--model", metavar="NAME", help="Those of --all that are of this model, as `kvd status` names it.")
-@click.option("--all", "everything", is_flag=True, help="Every namespace opened since the daemon started.")
+@click.option("--model", metavar="NAME", help="Every namespace of this model, as `kvd status` names it.")
+@click.option("--all", "everything", is_flag=True, help="Every namespace, also those that only a tier still holds.")
 @click.option("--tier", metavar="NAME", help='Only this tier forgets; "pool" is memory alone.')
-@click.option("--json", "as_json", is_flag=True, help="An object: num_namespaces, num_blocks, untold.")
+@click.option("--json", "as_json", is_flag=True, help="An object: num_namespaces, num_blocks, untold, unlisted.")
 def flush(
     runtime_dir: str | None,
     namespace: str | None,
@@ -35,8 +35,8 @@ def flush(
     For when weights or code changed and the name did not. Sequences that are open keep their bytes until they are
     closed. A tier that is down is told before anything else is asked of it.
 
-    What only a tier still holds, of an earlier run or another daemon, goes by its whole digest alone: give --namespace,
-    or open it once before.
+    --all and --model reach what an earlier run or another daemon left in the tiers, too. A tier that cannot be asked
+    what it holds makes the command fail, with 1, after everything else was flushed: repeat it.
     """
     if sum((namespace is not None, model is not None, everything)) != 1:
         raise click.UsageError("name one of --namespace, --model and --all")
@@ -47,13 +47,18 @@ def flush(
     with kvd_client.connect(runtime_dir, label="kvd flush") as client:
         digest = None if namespace is None else _digest(client, namespace)
         flushed = client.flush(namespace=digest, model=model, tier=tier)
-    if model is not None and not flushed.num_namespaces:
+    if model is not None and not flushed.num_namespaces and not flushed.unlisted:
         raise InvalidRequest(f"no namespace of a model {model!r} is known here; `kvd status` lists the models")
     if as_json:
-        fields = {name: getattr(flushed, name) for name in ("num_namespaces", "num_blocks", "untold")}
+        fields = {name: getattr(flushed, name) for name in ("num_namespaces", "num_blocks", "untold", "unlisted")}
         click.echo(msgspec.json.encode(fields).decode())
     else:
-        click.echo(_sentence(flushed, by_name=namespace is not None))
+        click.echo(_sentence(flushed))
+    if flushed.unlisted:
+        raise TierUnavailable(
+            f"{', '.join(map(one_line, flushed.unlisted))} cannot say what else is held there, which was not flushed: "
+            f"repeat this when `kvd status` shows it up"
+        )
 
 
 def _digest(client: kvd_client.Client, text: str) -> bytes:
@@ -75,11 +80,10 @@ def _digest(client: kvd_client.Client, text: str) -> bytes:
     return bytes.fromhex(found[0].digest)
 
 
-def _sentence(flushed: FlushOutcome, *, by_name: bool) -> str:
+def _sentence(flushed: FlushOutcome) -> str:
     what = "1 namespace" if flushed.num_namespaces == 1 else f"{count(flushed.num_namespaces)} namespaces"
     blocks = "1 block" if flushed.num_blocks == 1 else f"{count(flushed.num_blocks)} blocks"
-    which = "" if by_name else " opened since the daemon started"
-    text = f"flushed {what}{which}: {blocks} left memory"
+    text = f"flushed {what}: {blocks} left memory"
     if flushed.untold:
         text += f"; down just now, and told before anything else: {', '.join(map(one_line, flushed.untold))}"
     return text

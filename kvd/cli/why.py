@@ -29,7 +29,7 @@ MAX_COMPARED = 32
 """Namespaces that are asked about."""
 
 _HELP = f"""\
-Say how far a prompt is cached, and what keeps the rest from being found.
+Say how far a prompt is cached, and why no further.
 
 Compares its namespace with those the daemon knows, field by field, and tries the usual accidents at the front of a
 prompt. The daemon keeps hashes, not tokens: it can tell the block from which on nothing is found, but which token of it

@@ -80,6 +80,11 @@ def load(
 
     named = values.get("runtime_dir")
     values["runtime_dir"] = str(runtime_dir(None if named is None else str(named), environ))
+    # Where a service manager gives the daemon a folder that outlives it, blocks are kept there unless somebody says no.
+    state = environ.get("STATE_DIRECTORY", "").split(":")[0]
+    if state and "tiers.redis.persistence" not in values:
+        values["tiers.redis.persistence"] = str(Path(state) / "redis")
+        origin["tiers.redis.persistence"] = "environment STATE_DIRECTORY"
     for name in ("tiers.redis.persistence", "tiers.redis.password_file"):
         if path_text := values.get(name):
             values[name] = str(Path.cwd() / Path(str(path_text)).expanduser())

@@ -80,8 +80,12 @@ def config_file(
 
     A file that the caller or $KVD_CONFIG names is returned whether it exists or not: reading it then says so.
     So is a well-known one that may not be looked for, rather than to start with other values than its writer meant.
+    Raises `ConfigError` for an empty name of the caller's; an empty $KVD_CONFIG is one not set.
     """
     environ = os.environ if environ is None else environ
+    if explicit is not None and not os.fspath(explicit):
+        # An unset variable of a script, which meant some file and not whichever is found.
+        raise ConfigError("the name of the configuration file is empty; leave --config out to use the well-known ones")
     if named := (os.fspath(explicit) if explicit else environ.get("KVD_CONFIG", "")):
         return Path(named)
     home = environ.get("HOME", "")

@@ -219,7 +219,8 @@ class RedisTier(msgspec.Struct, frozen=True, kw_only=True):
     persistence: Annotated[
         str,
         Meta(
-            description="Folder in which the embedded server keeps its blocks when the daemon stops; empty keeps none.",
+            description="Folder in which the embedded server keeps its blocks when the daemon stops; empty keeps none. "
+            "Default: redis in $STATE_DIRECTORY, which systemd sets for the service, else none.",
             max_length=4096,
         ),
     ] = ""

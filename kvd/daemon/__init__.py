@@ -4,8 +4,10 @@
 |-----------------|----------------------------------------------------------------------------------------------|
 | SIGTERM, SIGINT | clean stop: every client told, blocks copied to tiers that outlive the daemon (tiers.drain_s |
 |                 | at most), the embedded server stopped, sockets and lock removed, exit code 0                 |
-| SIGHUP          | the configuration is read again; of it, log.level, tiers.spill, tiers.after_promote and      |
-|                 | [[pools]] take effect, the rest at the next start                                            |
+| SIGHUP          | the configuration is read again; of it, log.level, waits.*, the limits of users and sessions,|
+|                 | tiers.spill, tiers.after_promote and [[pools]] take effect (`kvd.daemon.reload`), the rest   |
+|                 | at the next start                                                                            |
+| SIGABRT         | sent by a service manager whose watchdog was not fed: where the loop hangs, then the end     |
 """
 
 from kvd.daemon.serve import serve

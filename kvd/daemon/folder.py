@@ -43,7 +43,7 @@ def prepare_folder(folder: Path, access: SocketAccess) -> None:
         is_ours = not folder.exists()
         folder.mkdir(mode=mode, parents=True, exist_ok=True)
         if is_ours:
-            if access.gid is not None:
+            if access.gid is not None and folder.stat().st_gid != access.gid:
                 os.chown(folder, -1, access.gid)
             folder.chmod(mode)
         found = folder.stat()

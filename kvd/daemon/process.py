@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
+import os
 import resource
 import sys
+
+from kvd.daemon.log_limit import LogLimit
+from kvd.systemd.journal import JournalHandler, is_journal
 
 LOG_FORMAT = "%(levelname)s %(message)s"
 SWITCH_INTERVAL_S = 0.0002
@@ -28,10 +33,27 @@ def raise_descriptor_limit() -> None:
 
 
 def start_log(level: str) -> None:
-    """One line a record, to stderr; the journal adds time and pid by itself."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(LOG_FORMAT))
+    """To the journal with priorities and fields where stderr is its stream; else one line a record, to stderr.
+
+    Time and pid are the journal's, or whoever's keeps the lines.
+    """
+    handler: logging.Handler
+    if is_journal(sys.stderr, os.environ):
+        handler = JournalHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_OneLine(LOG_FORMAT))
+    handler.addFilter(LogLimit())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def show_where_it_hangs() -> None:
+    """At SIGABRT, which a service manager sends to a daemon that hangs, the log gets a line for each frame.
+
+    Names of functions and lines of code, no values.
+    """
+    faulthandler.enable()
 
 
 class _OneLine(logging.Formatter):

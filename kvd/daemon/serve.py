@@ -8,20 +8,24 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvd import __version__
-from kvd.build import Assembly, assemble, pool_rules
+from kvd.build import assemble
 from kvd.config.schema import Config
 from kvd.daemon.folder import LOCK_FILE, access_of_group, locked_folder, prepare_folder
+from kvd.daemon.manager import ManagerReports, status_line
 from kvd.daemon.presence import FolderWatch
 from kvd.daemon.process import (
     GrowthFreezer,
     calm_garbage_collector,
     hand_over_quickly,
     raise_descriptor_limit,
+    show_where_it_hangs,
     start_log,
 )
+from kvd.daemon.reload import Reloader
 from kvd.daemon.secrecy import keep_memory_private
 from kvd.daemon.signals import Signals
 from kvd.errors import KvdError
@@ -40,6 +44,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
     `KvdError` that kept it from starting, after one line in the log. `reload` reads the configuration again at SIGHUP.
     """
     start_log(config.log.level)
+    show_where_it_hangs()
     try:
         _serve(config, reload)
     except KvdError as error:
@@ -61,15 +66,27 @@ def _serve(config: Config, reload: Callable[[], Config] | None) -> None:
         signals = closing.enter_context(Signals())
         prepare_folder(folder, access)
         closing.enter_context(locked_folder(folder))
-        watchdog, folder_watch = _watchdog(notifier), FolderWatch()
+        reports, folder_watch = ManagerReports(notifier), FolderWatch()
+        describe: Callable[[], str] | None = None
 
         def on_heartbeat() -> None:
-            watchdog()
+            reports.beat(describe)
             folder_watch.look()
 
         daemon = assemble(config, access, closing, on_heartbeat=on_heartbeat, on_used=GrowthFreezer().look)
         folder_watch.begin([folder / name for name in (LOCK_FILE, SESSION_SOCKET, REQUEST_SOCKET)])
-        daemon.server.watch_descriptor(signals.fileno(), lambda: _on_signals(signals, daemon, reload))
+        reloader = Reloader(daemon, config, reload)
+
+        def on_signals() -> None:
+            for number in signals.take():
+                if number == signal.SIGHUP:
+                    notifier.reloading()
+                    reloader.reload()
+                    notifier.ready(status_line(daemon.service))
+                else:
+                    daemon.server.stop()
+
+        daemon.server.watch_descriptor(signals.fileno(), on_signals)
         calm_garbage_collector()
         daemon.control_page.write(DaemonState.SERVING)
         _log.info(
@@ -80,56 +97,12 @@ def _serve(config: Config, reload: Callable[[], Config] | None) -> None:
             daemon.sizes.segment_nbytes >> 20,
             time.monotonic() - started_s,
         )
-        notifier.ready(f"serving {folder}")
+        describe = partial(status_line, daemon.service)
+        notifier.ready(describe())
         daemon.server.run()
+        describe = None
         folder_watch.end()
         _log.info("stopping")
-        notifier.stopping()
+        notifier.stopping("stopping: what has no copy below the pools is being copied down")
         daemon.control_page.write(DaemonState.STOPPING)
     _log.info("stopped")
-
-
-def _on_signals(signals: Signals, daemon: Assembly, reload: Callable[[], Config] | None) -> None:
-    for number in signals.take():
-        if number in {signal.SIGTERM, signal.SIGINT}:
-            daemon.server.stop()
-        elif number == signal.SIGHUP:
-            _reload(reload, daemon)
-
-
-def _reload(reload: Callable[[], Config] | None, daemon: Assembly) -> None:
-    if reload is None:
-        _log.info("SIGHUP: there is no configuration file to read again")
-        return
-    try:
-        config = reload()
-        rules = pool_rules(config, daemon.devices)
-    except KvdError as error:
-        _log.warning("SIGHUP: the configuration was not taken over: %s", error)
-        return
-    logging.getLogger().setLevel(config.log.level.upper())
-    daemon.service.set_pool_rules(rules)
-    _log.info(
-        "SIGHUP: log.level is %s now, %d pool rules hold, tiers.spill is %s and tiers.after_promote %s; everything "
-        "else takes effect at the next start",
-        config.log.level,
-        len(rules.rules),
-        rules.default.spill,
-        rules.default.after_promote,
-    )
-
-
-def _watchdog(notifier: Notifier) -> Callable[[], None]:
-    """Tells systemd, at each heartbeat that is due, that the loop turns."""
-    interval_s = notifier.watchdog_interval_s
-    if interval_s is None:
-        return lambda: None
-    due_s = time.monotonic()
-
-    def beat() -> None:
-        nonlocal due_s
-        if time.monotonic() >= due_s:
-            due_s = time.monotonic() + interval_s
-            notifier.alive()
-
-    return beat

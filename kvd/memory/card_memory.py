@@ -170,6 +170,12 @@ class CardMemory:
         if stock is not None:
             stock.request(num_segments, huge_pages=huge_pages)
 
+    def withdraw(self) -> None:
+        """Whoever asked waits no longer."""
+        stock = self._stock
+        if stock is not None:
+            stock.withdraw()
+
     def discard(self, segment: DeviceSegment) -> None:
         """Takes a segment back that no process maps."""
         stock = self._stock

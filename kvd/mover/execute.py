@@ -8,10 +8,12 @@ from typing import cast
 
 import xxhash
 
+from kvd.block import NamespaceDigest
 from kvd.errors import BlockCorrupt, CudaError, TierError
 from kvd.memory.block_memory import alike, carrying, readable, together, writable
-from kvd.mover.jobs import Audit, Carry, Drop, Fill, Flush, Job, Learn, Lookup, Measure, Spill
+from kvd.mover.jobs import Audit, Carry, Drop, Fill, Flush, Job, Learn, ListNames, Lookup, Measure, Spill
 from kvd.tiers.base import Read
+from kvd.tiers.names import NamespaceName
 from kvd.tiers.stack import Put, Stack
 
 _CORRUPT_SOURCE = "the block's bytes are not those its writer sealed"
@@ -31,6 +33,8 @@ def execute(batch: Sequence[Job], stack: Stack) -> None:
             _spill(cast("Sequence[Spill]", batch), stack)
         elif kind is Carry:
             _carry(cast("Sequence[Carry]", batch))
+        elif kind is Flush:
+            _flush(cast("Sequence[Flush]", batch), stack)
         else:
             for job in batch:
                 _one(job, stack)
@@ -40,8 +44,8 @@ def execute(batch: Sequence[Job], stack: Stack) -> None:
 
 
 def _one(job: Job, stack: Stack) -> None:
-    if isinstance(job, Flush):
-        job.result = stack.flush(job.namespace, levels=job.levels)
+    if isinstance(job, ListNames):
+        job.result = stack.listed(levels=job.levels)
     elif isinstance(job, Drop):
         stack.delete(job.keys)
     elif isinstance(job, Measure):
@@ -52,10 +56,24 @@ def _one(job: Job, stack: Stack) -> None:
 
 
 def _learn(jobs: Sequence[Learn], stack: Stack) -> None:
-    for job, generations in zip(jobs, stack.generations([job.namespace for job in jobs]), strict=True):
+    told = stack.generations([job.namespace for job in jobs], _names(jobs))
+    for job, generations in zip(jobs, told, strict=True):
         job.generations = generations
         job.flushed = stack.flushed(job.namespace)
         job.error = None
+
+
+def _flush(jobs: Sequence[Flush], stack: Stack) -> None:
+    for levels in {job.levels for job in jobs}:
+        same = [job for job in jobs if job.levels == levels]
+        results = stack.flush_many([job.namespace for job in same], levels=levels, names=_names(same))
+        for job, result in zip(same, results, strict=True):
+            job.result = result
+            job.error = None
+
+
+def _names(jobs: Sequence[Learn] | Sequence[Flush]) -> dict[NamespaceDigest, NamespaceName]:
+    return {job.namespace: job.name for job in jobs if job.name is not None}
 
 
 def _look_up(jobs: Sequence[Lookup], stack: Stack) -> None:

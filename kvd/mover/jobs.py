@@ -16,7 +16,8 @@ from kvd.errors import CudaError, TierError, TierUnavailable
 from kvd.memory import BlockMemory
 from kvd.pool import FillTicket, SpillTicket
 from kvd.tiers.base import TierKey
-from kvd.tiers.stack import Flushed, Generations
+from kvd.tiers.names import NamespaceName
+from kvd.tiers.stack import Flushed, Generations, Listed
 
 
 class Rank(enum.IntEnum):
@@ -73,12 +74,20 @@ class Lookup(Job):
 class Learn(Job):
     """The generations of one namespace, and of each whether it began with a flush."""
 
-    __slots__ = ("flushed", "generations", "namespace")
+    __slots__ = ("flushed", "generations", "name", "namespace")
     default_rank = Rank.QUESTION
 
-    def __init__(self, namespace: NamespaceDigest, unknown: Generations, on_done: Callable[[Learn], None]) -> None:
+    def __init__(
+        self,
+        namespace: NamespaceDigest,
+        unknown: Generations,
+        on_done: Callable[[Learn], None],
+        *,
+        name: NamespaceName | None = None,
+    ) -> None:
         super().__init__(on_done)
         self.namespace = namespace
+        self.name = name
         self.generations = unknown
         self.flushed = (False,) * len(unknown)
 
@@ -197,7 +206,7 @@ class Audit(Job):
 class Flush(Job):
     """Makes one namespace unfindable below."""
 
-    __slots__ = ("levels", "namespace", "result")
+    __slots__ = ("levels", "name", "namespace", "result")
     default_rank = Rank.FLUSH
 
     def __init__(
@@ -207,9 +216,11 @@ class Flush(Job):
         on_done: Callable[[Flush], None],
         *,
         levels: frozenset[int] | None = None,
+        name: NamespaceName | None = None,
     ) -> None:
         super().__init__(on_done)
         self.namespace = namespace
+        self.name = name
         self.levels = levels
         self.result = Flushed(unknown, [])
 
@@ -223,6 +234,18 @@ class Drop(Job):
     def __init__(self, keys: Sequence[TierKey], on_done: Callable[[Drop], None]) -> None:
         super().__init__(on_done)
         self.keys = keys
+
+
+class ListNames(Job):
+    """Which namespaces the tiers know by name."""
+
+    __slots__ = ("levels", "result")
+    default_rank = Rank.FLUSH
+
+    def __init__(self, on_done: Callable[[ListNames], None], *, levels: frozenset[int] | None = None) -> None:
+        super().__init__(on_done)
+        self.levels = levels
+        self.result = Listed([], [])
 
 
 class Measure(Job):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -40,10 +42,17 @@ class Mover:
     `submit`, `cancel`, `hurry`, `take_done` and `status` are for the loop and never wait for a copy or a tier.
     """
 
-    def __init__(self, stack: Stack, *, on_ready: Callable[[], None] = lambda: None, num_copiers: int = 2) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        *,
+        on_ready: Callable[[], None] = lambda: None,
+        num_copiers: int = 2,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stack = stack
         self._on_ready = on_ready
-        self._queue = JobQueue(max_spillers=max(1, num_copiers - 1))
+        self._queue = JobQueue(max_spillers=max(1, num_copiers - 1), clock=clock)
         self._done: deque[Job] = deque()
         self._flushed: deque[NamespaceDigest] = deque()
         self._figures = MoverFigures()
@@ -53,6 +62,7 @@ class Mover:
         self._lock = threading.Lock()
         self._threads: dict[str, threading.Thread] = {}
         self._num_restarts = 0
+        self._has_answered = False
         self._closed = False
 
     def start(self) -> None:
@@ -72,12 +82,21 @@ class Mover:
         """Somebody waits for these promotions now."""
         self._queue.hurry(jobs, Rank.WANTED_FILL)
 
+    def owed_since_s(self, *, copies: bool) -> float | None:
+        """Since when the tiers owe the answer to a question, or with `copies` to a promotion; see `JobQueue`.
+
+        None, too, before they have answered anything: the first contact takes connecting, and perhaps a server's start.
+        """
+        since_s = self._queue.owed_since_s(copies=copies)
+        return since_s if self._has_answered or since_s == -math.inf else None
+
     def take_done(self) -> list[Job]:
         """Jobs that are through. Call `finish` of each."""
         taken = []
         while self._done:
             job = self._done.popleft()
             self._figures.took(job)
+            self._has_answered |= job.error is None
             taken.append(job)
         return taken
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from kvd.mover.jobs import Job, JobState, Rank
 
@@ -13,18 +15,24 @@ MAX_BATCH = 8
 so that what is more urgent need not wait long."""
 MAX_QUESTIONS = 64
 """Small questions are answered together, in one round trip."""
+MAX_FLUSHES = 64
+"""One batch of flushes looks once at all that a tier holds."""
+_LIMITS = {Rank.QUESTION: MAX_QUESTIONS, Rank.FLUSH: MAX_FLUSHES}
 
 
 class JobQueue:
     """First in, first out within a rank. Used by the loop and by every mover thread."""
 
-    def __init__(self, *, max_spillers: int) -> None:
+    def __init__(self, *, max_spillers: int, clock: Callable[[], float] = time.monotonic) -> None:
         """At most `max_spillers` threads copy down at the same time: the others are for those who wait."""
         self._changed = threading.Condition()
         self._ranks: dict[Rank, deque[Job]] = {rank: deque() for rank in Rank}
         self._num_queued: dict[Rank, int] = dict.fromkeys(Rank, 0)
         self._num_running: dict[Rank, int] = dict.fromkeys(Rank, 0)
         self._num_spillers = 0
+        self._clock = clock
+        self._begun_s: dict[Job, tuple[Rank, float]] = {}
+        """Of each batch that runs, by its first job."""
         self._max_spillers = max_spillers
         self._closed = False
 
@@ -58,12 +66,28 @@ class JobQueue:
         """The thread is through with a batch it took."""
         with self._changed:
             rank = batch[0].rank
+            self._begun_s.pop(batch[0], None)
             self._num_running[rank] -= len(batch)
             for job in batch:
                 job.state = JobState.DONE
             if rank is Rank.SPILL:
                 self._num_spillers -= 1
                 self._changed.notify_all()
+
+    def owed_since_s(self, *, copies: bool) -> float | None:
+        """Since when the tiers owe an answer: to a question, or with `copies` to a promotion.
+
+        None while they were not asked yet, though a thread is free to: it has not got its turn on this machine. minus
+        infinity when there is nothing to be answered.
+        """
+        asked = (Rank.WANTED_FILL, Rank.FILL) if copies else (Rank.QUESTION,)
+        # A flush that hangs takes a thread that would promote; spills never take the last one.
+        busy = (*asked, Rank.FLUSH, Rank.MEASURE) if copies else asked
+        with self._changed:
+            begun = [begun_s for rank, begun_s in self._begun_s.values() if rank in busy]
+            if begun:
+                return min(begun)
+            return None if any(self._num_queued[rank] for rank in asked) else -math.inf
 
     def cancel(self, jobs: Iterable[Job]) -> list[Job]:
         """Takes back those that no thread has begun; they are DONE and cancelled now, and are returned."""
@@ -99,7 +123,7 @@ class JobQueue:
     def _batch(self, rank: Rank) -> list[Job]:
         line = self._ranks[rank]
         batch: list[Job] = []
-        limit = MAX_QUESTIONS if rank is Rank.QUESTION else MAX_BATCH
+        limit = _LIMITS.get(rank, MAX_BATCH)
         while line and len(batch) < limit:
             job = line[0]
             if job.state is not JobState.QUEUED or job.rank is not rank:
@@ -112,6 +136,8 @@ class JobQueue:
             batch.append(job)
         self._num_queued[rank] -= len(batch)
         self._num_running[rank] += len(batch)
+        if batch:
+            self._begun_s[batch[0]] = (rank, self._clock())
         return batch
 
     def _cancel(self, job: Job) -> bool:

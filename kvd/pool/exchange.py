@@ -49,6 +49,10 @@ class Exchange(abc.ABC):
         """Place of the last hash that is resident or on its way up; -1 for none. Pins nothing."""
         return next((place for place in range(len(hashes) - 1, -1, -1) if self.expects(hashes[place])), -1)
 
+    def is_filling(self, chain_hash: ChainHash) -> bool:
+        """Whether a promotion is bringing the hash up."""
+        return chain_hash in self.store.index.filling
+
     def begin_fill(
         self, namespace: NamespaceCounters, chain_hash: ChainHash, *, hold: int = 0
     ) -> FillTicket | Grow | None:

@@ -145,6 +145,10 @@ class Pools:
         """Its pools, by id."""
         return [pool for pool in self._pools if pool.device == device]
 
+    def set_quotas(self, *, session_nbytes: int | None, uid_nbytes: int | None) -> None:
+        """From now on nobody gets more than this. Who holds more keeps it."""
+        self._sessions.quotas = Quotas(session_nbytes, uid_nbytes)
+
     def set_budget(self, nbytes: int, device: str | None = None) -> None:
         """Shrinks by retiring segments, unpinned and coldest first; grows later, on demand.
 

@@ -114,11 +114,16 @@ class Verified(_Reply, frozen=True, tag="verified"):
 
 
 class Flushed(_Reply, frozen=True, tag="flushed"):
-    """`num_blocks` left the pools; `untold` tiers are down, and are told before anything else is asked of them."""
+    """`num_blocks` left the pools; `untold` tiers are down, and are told before anything else is asked of them.
+
+    `unlisted` tiers could not say what they hold: namespaces that nobody opened here since the daemon's start may be
+    left there, and the request is to be repeated.
+    """
 
     num_namespaces: int
     num_blocks: int
     untold: list[str] = []
+    unlisted: list[str] = []
 
 
 class Spilling(_Reply, frozen=True, tag="spilling"):

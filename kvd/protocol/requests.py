@@ -7,11 +7,15 @@ default; a decoder ignores what it does not know.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+RequestId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    request_id: int
+    request_id: RequestId
     epoch: int
 
 
@@ -177,10 +181,10 @@ class Unpin(_Request, frozen=True, tag="unpin"):
 class Flush(_Request, frozen=True, tag="flush"):
     """Makes namespaces unfindable, in the pools and every tier, for good; answered by `Flushed`.
 
-    `namespace` is one digest; with it empty, every namespace opened since this daemon's start, or those of `model`. One
-    that only a tier still holds, from an earlier run or another daemon, must be named by its digest. With `tier`, only
-    the tier of that name forgets, or the pools alone for "pool". Refused with `permission-refused` unless the namespace
-    is the asker's own (with isolation by uid), or the asker is root or the daemon's user.
+    `namespace` is one digest; with it empty, every namespace, or every one of `model`: those opened since this daemon's
+    start, and those that a tier holds from an earlier run or another daemon. Not both. With `tier`, only the tier of
+    that name forgets, or the pools alone for "pool". Refused with `permission-refused` unless the namespace is the
+    asker's own (with isolation by uid), or the asker is root or the daemon's user; "every" means the asker's own.
     """
 
     namespace: bytes = b""

@@ -22,6 +22,11 @@ PROTOCOL_MAX = 1
 MAX_MESSAGE_NBYTES = 4 << 20
 """Also libzmq's MAXMSGSIZE on the ROUTER: 65,536 hashes and their ids fit."""
 BLOCK_ID_NBYTES = 4
+MAX_IDS_PER_MESSAGE = 1 << 16
+"""In one list of a seal, retain or release: what the daemon does at once takes milliseconds, not tenths of a second.
+
+A release gets no reply and takes no credit, so nothing else bounds what one client can make the others wait for.
+"""
 
 _MAGIC = b"KV"
 _PREAMBLE = _MAGIC + bytes([PROTOCOL_MAX])

@@ -122,7 +122,8 @@ def _umask(access: SocketAccess) -> Iterator[None]:
 
 def _hand_over(path: Path, access: SocketAccess) -> None:
     try:
-        if access.gid is not None:
+        # It is ours already where our own group is the one: the service's sandbox has no chown(2).
+        if access.gid is not None and path.stat().st_gid != access.gid:
             os.chown(path, -1, access.gid)
         path.chmod(access.mode)
     except OSError as error:

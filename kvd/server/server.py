@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -71,35 +72,42 @@ class Server:
         self._clock = clock
         self._is_stopping = False
         self._heartbeat_at_s = clock()
-        self._endpoints = Endpoints(
-            folder,
-            access,
-            credits=limits.credits,
-            admit=self.sessions.admit,
-            welcome=self.sessions.welcome,
-            counters=self.counters,
-        )
+        with contextlib.ExitStack() as undo:
+            self._endpoints = Endpoints(
+                folder,
+                access,
+                credits=self.limits.credits,
+                admit=self.sessions.admit,
+                welcome=self.sessions.welcome,
+                counters=self.counters,
+            )
+            undo.callback(self._endpoints.close)
+            self._watch = Watch()
+            undo.callback(self._watch.close)
+            self._connect_parts()
+            undo.pop_all()
+
+    def _connect_parts(self) -> None:
         self._admission = self._endpoints.admission
         self._arrivals = self._endpoints.arrivals
         self._router = self._endpoints.router
-        self._watch = Watch()
-        self._sender = Sender(self._router, self.sessions, self._watch, self.counters, limits.credits, clock)
+        self._sender = Sender(self._router, self.sessions, self._watch, self.counters, self.limits.credits, self._clock)
         self._receiver = Receiver(
             self._router,
             self.sessions,
             self.counters,
-            epoch=epoch,
-            limits=limits,
+            epoch=self._epoch,
+            limits=self.limits,
             handle=self._handle,
             answer=self._sender.reply,
             expel=self.expel,
         )
-        self._lobby = Lobby(self._endpoints.listener, self._watch, self.counters, self._open_session, clock)
+        self._lobby = Lobby(self._endpoints.listener, self._watch, self.counters, self._open_session, self._clock)
         self._guard = MemoryGuard(str(self._endpoints.request_path))
         self._poller = zmq.Poller()
         for entry in (self._router, self._admission.socket, self._arrivals.socket, self._watch.fileno()):
             self._poller.register(entry, zmq.POLLIN)
-        service.server_figures = self._figures
+        self.service.server_figures = self._figures
 
     def run(self) -> None:
         """Turns until `stop` is called, which a callback of `watch_descriptor` may do."""
@@ -252,7 +260,13 @@ class Server:
         if self.sessions.get(session.id) is not session:
             return
         self.counters.num_sessions_expelled += 1
-        _log.warning("session %d (pid %d) ended: %s", session.id, session.credentials.pid, error)
+        who = {
+            "session": session.id,
+            "pid": session.credentials.pid,
+            "uid": session.credentials.uid,
+            "error": error.code,
+        }
+        _log.warning("session %d (pid %d) ended: %s", session.id, session.credentials.pid, error, extra={"kvd": who})
         session.channel.send(encode(Goodbye(error.code, str(error))))
         self._end(session)
         if not self.sessions.num_of_process(session.credentials):

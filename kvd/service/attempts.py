@@ -21,6 +21,7 @@ class Attempt(Parked, abc.ABC):
     """One request, tried until it gives a reply or an error."""
 
     __slots__ = (
+        "below_until_s",
         "cache",
         "memory_until_s",
         "num_segments",
@@ -44,6 +45,8 @@ class Attempt(Parked, abc.ABC):
         """Until when it prefers waiting to `OutOfBlocks`; None for not at all."""
         self.transit_until_s: float | None = None
         """Until when it waits for blocks that copies hold; set at the first `OutOfBlocks` that finds some."""
+        self.below_until_s: float | None = None
+        """Until when it is patient with what could not be asked below yet; set when it first waits for that."""
         self.promotion: Promotion | None = None
         """What is brought up for it; it is left when this attempt ends, or waits for other sessions."""
 

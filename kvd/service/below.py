@@ -26,6 +26,7 @@ from kvd.service.spilling import Spilling
 from kvd.service.write_back import WriteBack
 from kvd.status import MoverStatus, TierStatus
 from kvd.tiers.base import TierKey
+from kvd.tiers.names import NamespaceName, name_of
 
 _log = logging.getLogger(__name__)
 
@@ -109,9 +110,12 @@ class Below:
 
     def open(self, cache: Cache, layout: KVLayout) -> int | None:
         """A namespace is used. Where to wait for its generations, None when they are there or nobody answers."""
-        lineage = self.lineages.open(cache.pool, cache.digest, layout.itemsize)
+        is_new = self.lineages.get(cache.digest) is None
+        lineage = self.lineages.open(cache.pool, cache.digest, layout.itemsize, _name(cache))
         if cache.pool.source is not None:
-            self.lineages.open(cache.pool.source, cache.digest, layout.itemsize)
+            self.lineages.open(cache.pool.source, cache.digest, layout.itemsize, _name(cache))
+        if is_new:
+            self.flushing.opened(lineage)
         if lineage.was_learnt or not self._mover.stack.is_answering():
             return None
         return self._learning.setdefault(cache.digest, next(self._numbers))
@@ -193,6 +197,7 @@ class Below:
         self.spilling.tick(now_s)
         if now_s >= self._poll_at_s:
             self._poll_at_s = now_s + self._settings.poll_s
+            self.flushing.retry()
             if self._mover.stack.is_answering():
                 self.lineages.learn_all()
                 if now_s >= self._measure_at_s:
@@ -311,3 +316,10 @@ class LastSearch:
 
 def _ignore(_job: Measure) -> None:
     """What the tiers hold shows in their status."""
+
+
+def _name(cache: Cache) -> NamespaceName:
+    words = cache.namespace
+    return name_of(
+        cache.digest, tenant=cache.pool.tenant, model=words.model, engine=words.engine, adapter=words.adapter
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import struct
 
+from kvd.block import BlockId
 from kvd.errors import InvalidRequest
+from kvd.protocol.wire import BLOCK_ID_NBYTES, MAX_IDS_PER_MESSAGE, unpack_block_ids
 
 MAX_BLOCKS_PER_REQUEST = 1 << 20
 MAX_WAIT_S = 86_400.0
@@ -36,6 +38,13 @@ def check_wait_s(wait_s: float) -> float:
     if not 0 <= wait_s <= MAX_WAIT_S or math.isnan(wait_s):
         raise InvalidRequest(f"wait_s must be from 0 to {MAX_WAIT_S:.0f} seconds, not {wait_s}")
     return wait_s
+
+
+def unpack_ids(packed: bytes) -> tuple[BlockId, ...]:
+    """`unpack_block_ids` of no more than one request may name. Raises `InvalidRequest`."""
+    if len(packed) > MAX_IDS_PER_MESSAGE * BLOCK_ID_NBYTES:
+        raise InvalidRequest(f"one request names at most {MAX_IDS_PER_MESSAGE} blocks a list; send several")
+    return unpack_block_ids(packed)
 
 
 def unpack_checksums(packed: bytes, num_blocks: int) -> list[int] | None:

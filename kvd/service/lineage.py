@@ -8,6 +8,7 @@ from kvd.block import NamespaceDigest
 from kvd.mover import Learn, Mover
 from kvd.pool import Pool
 from kvd.tiers.base import Generation
+from kvd.tiers.names import NamespaceName
 from kvd.tiers.stack import Generations
 
 
@@ -21,18 +22,21 @@ class Lineage:
         "is_learning",
         "itemsize",
         "last_known",
+        "name",
         "num_flushes",
         "num_flushing",
         "pools",
         "was_learnt",
     )
 
-    def __init__(self, digest: NamespaceDigest, itemsize: int, unknown: Generations) -> None:
+    def __init__(self, digest: NamespaceDigest, itemsize: int, name: NamespaceName, unknown: Generations) -> None:
         self.pools: list[Pool] = []
         """Those it was opened in; several where pool rules tell its users apart, or where one stands beside a card."""
         self.digest = digest
         self.itemsize = itemsize
         """Bytes of one number of its KV, which helps the codecs."""
+        self.name = name
+        """Kept by the tiers beside the generation."""
         self.generations = unknown
         """What a spill may name now; None for a tier that must be asked first."""
         self.last_known: dict[int, Generation] = {}
@@ -93,11 +97,11 @@ class Lineages:
         self._on_flushed = on_flushed
         self._by_digest: dict[NamespaceDigest, Lineage] = {}
 
-    def open(self, pool: Pool, digest: NamespaceDigest, itemsize: int) -> Lineage:
+    def open(self, pool: Pool, digest: NamespaceDigest, itemsize: int, name: NamespaceName) -> Lineage:
         """The namespace is used in that pool from now on; the first time, its generations are asked."""
         found = self._by_digest.get(digest)
         if found is None:
-            found = self._by_digest[digest] = Lineage(digest, itemsize, self._mover.stack.unknown)
+            found = self._by_digest[digest] = Lineage(digest, itemsize, name, self._mover.stack.unknown)
             self.learn(found)
         if pool not in found.pools:
             found.pools.append(pool)
@@ -126,7 +130,8 @@ class Lineages:
         if not lineage.is_learning:
             lineage.is_learning = True
             num_flushes = lineage.num_flushes
-            self._mover.submit([Learn(lineage.digest, self._mover.stack.unknown, self._learnt(lineage, num_flushes))])
+            unknown, on_done = self._mover.stack.unknown, self._learnt(lineage, num_flushes)
+            self._mover.submit([Learn(lineage.digest, unknown, on_done, name=lineage.name)])
 
     def learn_all(self) -> None:
         """Which also tells whether somebody else flushed one of them meanwhile."""

@@ -74,7 +74,8 @@ class Pins:
         self._below = below
         self._files = files
         self._max_share = max_share
-        self._max_uid_nbytes = max_uid_nbytes
+        self.max_uid_nbytes = max_uid_nbytes
+        """Of one user's pins; may be changed at any time."""
         self._may_touch = may_touch
         self._pool_for = pool_for
         self._clock = clock
@@ -229,10 +230,10 @@ class Pins:
                 f"the pins take {pinned} bytes, this one wants {wanted} more, and limits.pinned allows {allowed} in all"
             )
         own = sum(pin.nbytes for pin in self._pins.values() if pin.record.uid == session.identity.uid)
-        if self._max_uid_nbytes is not None and own + wanted > self._max_uid_nbytes:
+        if self.max_uid_nbytes is not None and own + wanted > self.max_uid_nbytes:
             raise QuotaExceeded(
                 f"the pins of uid {session.identity.uid} take {own} bytes, this one wants {wanted} more, and "
-                f"limits.uid_nbytes allows {self._max_uid_nbytes}"
+                f"limits.uid_nbytes allows {self.max_uid_nbytes}"
             )
 
     def _look(self, pin: Pin) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import cast
 
 from kvd.block import ChainHash, SessionId
@@ -104,13 +104,16 @@ class Progress:
     def forget(self, session: Session) -> None:
         """Everything an ended session waits for: nobody wants it any more."""
         attempts = cast("list[Attempt]", list(session.parked))
+        waited_for_memory = _waiting_for_memory(attempts)
         self.lot.forget(session)
         for attempt in attempts:
             self._leave_promotion(attempt)
+        if waited_for_memory:
+            self._request_anew(waited_for_memory)
 
     def wait_below(self, attempt: Attempt, number: int) -> None:
         """Parks it until what has that number was answered, or hangs for too long."""
-        self.lot.park(attempt, ("below", number), self._clock() + self._settings.tiers.answer_s)
+        self.lot.park(attempt, ("below", number), self._patience_s(attempt))
 
     def answered_below(self, number: int) -> None:
         """What those parked at ("below", number) wait for has come, or will not."""
@@ -192,12 +195,18 @@ class Progress:
                     home.stock.retry()
                     self._pools.memory_retry(home.device)
                     self.blocks_came_back = True
-        for attempt in self.lot.expired(now_s):
+        expired = self.lot.expired(now_s)
+        waited_for_memory = _waiting_for_memory(expired)
+        for attempt in expired:
             if attempt.place is None or attempt.place[0] != "memory":
+                if self._waits_on_below(attempt, now_s):
+                    continue
                 attempt.stop_waiting_for_others()
                 attempt.waits_for_blocks_until_s = None
             if attempt.place is not None:
                 self.advance(attempt)
+        if waited_for_memory:
+            self._request_anew(waited_for_memory)
         if self.promotions is not None:
             self.promotions.memory_ready()  # whoever stood before them in the queue for memory may be gone
 
@@ -277,7 +286,34 @@ class Progress:
         """Until when it waits for a sign from below: a tier that hangs must not cost what computing would not."""
         if attempt.request.wait_s is not None:
             return attempt.wait_until_s
-        return min(attempt.wait_until_s, self._clock() + self._settings.tiers.answer_s)
+        return min(attempt.wait_until_s, self._patience_s(attempt))
+
+    def _patience_s(self, attempt: Attempt) -> float:
+        now_s, tiers = self._clock(), self._settings.tiers
+        if attempt.below_until_s is None:
+            attempt.below_until_s = now_s + tiers.first_answer_s
+        return now_s + tiers.answer_s
+
+    def _waits_on_below(self, attempt: Attempt, now_s: float) -> bool:
+        """Parks it again where it waits for a sign from below, if so far the tiers had not even been asked for one."""
+        place = attempt.place
+        if self.promotions is None or attempt.below_until_s is None or place is None or place[0] == "memory":
+            return False
+        kind, name = place
+        is_copying = isinstance(kind, int) and self._pools.all[kind].is_filling(cast("ChainHash", name))
+        if kind != "below" and not is_copying:
+            return False
+        if isinstance(attempt, BeginAttempt) and attempt.request.wait_s is not None:
+            return False
+        since_s = self.promotions.owed_since_s(copies=is_copying)
+        until_s = (now_s if since_s is None else since_s) + self._settings.tiers.answer_s
+        until_s = min(until_s, attempt.below_until_s)
+        if isinstance(attempt, BeginAttempt):
+            until_s = min(until_s, attempt.wait_until_s)
+        if until_s <= now_s:
+            return False
+        self.lot.park(attempt, place, until_s)
+        return True
 
     def _end(self, attempt: Attempt) -> None:
         self.lot.leave(attempt)
@@ -327,6 +363,18 @@ class Progress:
             attempt.memory_until_s = self._clock() + self._settings.growth_wait_s
         attempt.num_segments = num_segments
         self.lot.park(attempt, _memory_of(home), attempt.memory_until_s)
+        self._request_memory(home)
+
+    def _request_anew(self, devices: Collection[str]) -> None:
+        """Somebody waits for memory no longer: the stocks need not make what nobody would take."""
+        for home in self._homes:
+            if home.device in devices:
+                home.stock.withdraw()
+                self._request_memory(home)
+        if self.promotions is not None:
+            self.promotions.memory_ready()
+
+    def _request_memory(self, home: Home) -> None:
         wanted = {False: 0, True: 0}
         for other in self.lot.at(_memory_of(home)):
             wanted[wants_huge_pages(other.cache.pool)] += other.num_segments
@@ -353,3 +401,9 @@ class Progress:
 
 def _memory_of(home: Home) -> MemoryPlace:
     return "memory", home.device
+
+
+def _waiting_for_memory(attempts: Iterable[Attempt]) -> set[str]:
+    """The devices whose memory some of these wait for."""
+    places = [attempt.place for attempt in attempts]
+    return {place[1] for place in places if place is not None and place[0] == "memory"}

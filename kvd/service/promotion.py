@@ -112,6 +112,10 @@ class Promotions:
     def __len__(self) -> int:
         return len(self._open)
 
+    def owed_since_s(self, *, copies: bool) -> float | None:
+        """Since when the tiers owe an answer; see `Mover.owed_since_s`."""
+        return self._mover.owed_since_s(copies=copies)
+
     def busy_namespaces(self) -> set[NamespaceDigest]:
         """Those whose blocks are looked for or on their way."""
         return {promotion.cache.digest for promotion in self._open.values()}

@@ -18,12 +18,12 @@ from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
 from kvd.protocol.replies import CacheOpened, Done, Failed, Pinned, Reply, Resized, Sealed, StatusReply, Verified
-from kvd.protocol.wire import pack_block_ids, unpack_block_ids
+from kvd.protocol.wire import pack_block_ids
 from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
 from kvd.service.below import Below
 from kvd.service.blob_verbs import BlobVerbs
-from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums
+from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums, unpack_ids
 from kvd.service.homes import Home, Homes
 from kvd.service.identity import Identity
 from kvd.service.idle import IdleRelease
@@ -293,6 +293,15 @@ class Service:
         self._progress.blocks_came_back = True
         self._progress.settle()
 
+    def set_quotas(self, *, session_nbytes: int | None, uid_nbytes: int | None) -> None:
+        """From now on nobody gets, or pins, more than this. Who has more keeps it."""
+        self.pools.set_quotas(session_nbytes=session_nbytes, uid_nbytes=uid_nbytes)
+        self.pins.max_uid_nbytes = uid_nbytes
+
+    def set_waits(self, *, default_s: float, max_s: float) -> None:
+        """For every begin from now on."""
+        self.settings = replace(self.settings, default_wait_s=default_s, max_wait_s=max_s)
+
     def set_pool_rules(self, pool_rules: PoolRules) -> None:
         """From now on: pools follow the rule of their name; caches that are open stay in the pools they have."""
         self.pool_rules = pool_rules
@@ -349,6 +358,8 @@ class Service:
         digest = namespace_digest(namespace, session.tenant)
         asked = (digest, request.device, request.staged)
         cache = session.cache_of(asked)
+        # What lies in a blob's blocks are bytes; counted as tokens they would be a figure that means nothing.
+        block_tokens = 0 if is_blob_engine(request.engine) else layout.block_tokens
         if cache is None or self.homes.of(cache.pool).lost is not None:
             session.check_may_open(self.settings.max_caches_per_session)
             pool = self._pool(session, request, layout.block_nbytes)
@@ -361,11 +372,11 @@ class Service:
                     engine=request.engine,
                     adapter=request.adapter,
                     has_salt=bool(request.salt),
-                    block_tokens=layout.block_tokens,
+                    block_tokens=block_tokens,
                     positional=request.positional,
                     layout=layout,
                 )
-            cache = session.add_cache(asked, pool, counters, layout.block_tokens)
+            cache = session.add_cache(asked, pool, counters, block_tokens)
             self._forget_unused_namespaces()
         reply = CacheOpened(
             request.request_id,
@@ -444,13 +455,13 @@ class Service:
 
     def _retain(self, session: Session, request: requests.Retain) -> None:
         check_num_blocks(request.num_blocks, at_least=0)
-        blocks = unpack_block_ids(request.blocks)
+        blocks = unpack_ids(request.blocks)
         self._progress.advance(RetainAttempt(session, session.cache(request.cache), request, blocks))
 
     def _seal(self, session: Session, request: requests.Seal) -> Reply:
         cache = session.cache(request.cache)
         self.homes.of(cache.pool).check()
-        blocks = unpack_block_ids(request.blocks)
+        blocks = unpack_ids(request.blocks)
         hashes = unpack_hashes(request.hashes)
         checksums = unpack_checksums(request.checksums, len(blocks))
         self.savings.check(session, request.computed_tokens, request.computed_s, self.clock())
@@ -469,8 +480,8 @@ class Service:
         cache = session.cache(request.cache)
         cache.pool.release(
             session.id,
-            blocks=unpack_block_ids(request.blocks),
-            reserved=unpack_block_ids(request.reserved),
+            blocks=unpack_ids(request.blocks),
+            reserved=unpack_ids(request.reserved),
             hashes=unpack_hashes(request.hashes),
         )
         self._progress.blocks_came_back = True
@@ -478,7 +489,7 @@ class Service:
         return Done(request.request_id, self.epoch) if request.ack else None
 
     def _resize(self, session: Session, request: requests.Resize) -> Reply:
-        if session.identity.uid not in self.settings.admin_uids:
+        if not self.settings.is_admin(session.identity):
             raise PermissionRefused("only root and the daemon's own user may change a budget")
         home = self.homes.named(request.device)
         num_left = self._resizing.ask(home, request.nbytes)
@@ -521,7 +532,7 @@ class Service:
         return StatusReply(request.request_id, self.epoch, snapshot)
 
     def _verify(self, session: Session, request: requests.Verify) -> Reply | None:
-        if session.identity.uid not in self.settings.admin_uids:
+        if not self.settings.is_admin(session.identity):
             raise PermissionRefused("only root and the daemon's own user may have the blocks verified")
         step = verify(self.pools, self._table, request.cursor)
 

@@ -23,6 +23,9 @@ class TierSettings:
     """How long a clean stop may copy down what has no copy yet."""
     answer_s: float = 0.08
     """How long a begin waits for a tier that shows no progress, unless the caller names a bound of its own."""
+    first_answer_s: float = 1.0
+    """How long it waits at most, all in all, while the tiers were not asked yet: the machine is too busy to, or this is
+    their first answer since the start."""
     retry_s: float = 0.5
     """How long spilling rests after a tier did not take a block."""
     poll_s: float = 5.0

@@ -16,6 +16,7 @@ from kvd.service.flushing import FlushResult
 from kvd.service.progress import Progress
 from kvd.service.sessions import Cache, Session
 from kvd.service.settings import ServiceSettings
+from kvd.tiers.names import NamespaceName
 
 POOL = "pool"
 """The name that `Flush.tier` gives the pools."""
@@ -84,12 +85,24 @@ class TierVerbs:
             return Flushed(request.request_id, self._epoch, len(namespaces), dropped)
 
         def answer(result: FlushResult) -> Reply:
-            untold = sorted(result.untold)
-            return Flushed(request.request_id, self._epoch, result.num_namespaces, result.num_blocks, untold)
+            return Flushed(
+                request.request_id,
+                self._epoch,
+                result.num_namespaces,
+                result.num_blocks,
+                sorted(result.untold),
+                sorted(result.unlisted),
+            )
+
+        def choose(name: NamespaceName) -> bool:
+            return self.may_touch(session, name.tenant) and (not request.model or name.is_of_model(request.model))
 
         level = names.index(request.tier) if request.tier else None
         result = self._below.flushing.flush(
-            namespaces, lambda result: self._reply(session, answer(result)), level=level
+            namespaces,
+            lambda result: self._reply(session, answer(result)),
+            level=level,
+            choose=None if request.namespace else choose,
         )
         return None if result.num_open else answer(result)
 
@@ -104,7 +117,9 @@ class TierVerbs:
         return Spilling(request.request_id, self._epoch, sum(pool.num_uncopied for pool in pools))
 
     def _named(self, session: Session, request: requests.Flush) -> list[NamespaceDigest]:
-        """The namespaces to flush. Raises `PermissionRefused` rather than do half of what was asked."""
+        """The namespaces to flush, of those known here. Raises `PermissionRefused` where nothing else could be done."""
+        if request.namespace and request.model:
+            raise InvalidRequest("a flush names a namespace or a model, not both")
         known = {digest: (pool, one) for pool in self._pools.all for digest, one in pool.namespaces.items()}
         if request.namespace:
             if len(request.namespace) != HASH_NBYTES:

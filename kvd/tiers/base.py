@@ -4,21 +4,25 @@ Generations make a flush final. A namespace has one current generation per tier.
 generation he learnt *before* that block was sealed; a tier never lets a block be read under another one. So a spill
 that was in flight during a flush, or a second daemon that has not heard of it, stores nothing that can be found:
 
-    generation = tier.generation(namespace)         # when the namespace is opened
+    generation = tier.generation(namespace, name)   # when the namespace is opened
     ... blocks are sealed ...
     tier.put(key, data, generation=generation)      # StaleGeneration: flushed since
+
+Names make it reach everything. A tier keeps a namespace's name with its generation, so that whatever can be found under
+that generation can be listed, by a daemon that never opened it, too.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, NewType, Self
 
 from kvd.block import ChainHash, NamespaceDigest
 from kvd.errors import TierError
 from kvd.status import TierStatus, TierUsage
+from kvd.tiers.names import NamespaceName
 
 Generation = NewType("Generation", int)
 """Names the time between two flushes of one namespace in one tier. Only equality means anything."""
@@ -47,6 +51,9 @@ class Write(NamedTuple):
     itemsize: int = 2
 
 
+Names = Mapping[NamespaceDigest, NamespaceName]
+"""What namespaces are called, as far as known."""
+
 Outcome = TierError | None
 """Of one item of a batch: None when it went well."""
 
@@ -62,12 +69,22 @@ class Tier(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def generation(self, namespace: NamespaceDigest) -> Generation:
-        """The current generation, made now if there is none. Raises `TierUnavailable`."""
+    def generation(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
+        """The current generation, made now if there is none. Raises `TierUnavailable`.
 
-    def generations(self, namespaces: Sequence[NamespaceDigest]) -> list[Generation | None]:
+        With `name`, `names` lists the namespace from now on, at the latest once a block was put.
+        """
+
+    def generations(self, namespaces: Sequence[NamespaceDigest], names: Names | None = None) -> list[Generation | None]:
         """`generation` of each, None where that fails. Worth overriding where each would cost a round trip."""
-        return [self._generation_or_none(one) for one in namespaces]
+        return [self._generation_or_none(one, names) for one in namespaces]
+
+    def names(self) -> list[NamespaceName]:
+        """The named namespaces of which a block may be here, whoever put it, asked of the tier itself.
+
+        Raises `TierUnavailable`. May take a while: a Redis is asked for every key.
+        """
+        return []
 
     @abc.abstractmethod
     def contains(self, keys: Sequence[TierKey]) -> list[bool]:
@@ -96,12 +113,19 @@ class Tier(abc.ABC):
         """Forget blocks; the number of those that were there. Raises `TierUnavailable`."""
 
     @abc.abstractmethod
-    def flush(self, namespace: NamespaceDigest) -> Generation:
+    def flush(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
         """Start a new generation: from now on nothing put under an older one is found, whoever puts it, whenever.
 
         Raises `TierUnavailable` when the tier cannot be told; then the flush is remembered and done before anything
-        of the namespace is read or written here again.
+        of the namespace is read or written here again. Who puts blocks under the new generation gives the `name`, here
+        or to `generation`.
         """
+
+    def flush_many(
+        self, namespaces: Sequence[NamespaceDigest], names: Names | None = None
+    ) -> list[Generation | TierError]:
+        """`flush` of each, or its error. Worth overriding where each would look at everything there is."""
+        return [self._flush_or_error(one, names) for one in namespaces]
 
     def was_flushed(self, namespace: NamespaceDigest) -> bool:
         """Whether the generation last learnt began with a flush, as far as is known without asking.
@@ -139,11 +163,17 @@ class Tier(abc.ABC):
         """`put_many` of one; raises its outcome."""
         _raise_if_failed(self.put_many([Write(key, data, generation, itemsize)])[0])
 
-    def _generation_or_none(self, namespace: NamespaceDigest) -> Generation | None:
+    def _generation_or_none(self, namespace: NamespaceDigest, names: Names | None) -> Generation | None:
         try:
-            return self.generation(namespace)
+            return self.generation(namespace, (names or {}).get(namespace))
         except TierError:
             return None
+
+    def _flush_or_error(self, namespace: NamespaceDigest, names: Names | None) -> Generation | TierError:
+        try:
+            return self.flush(namespace, (names or {}).get(namespace))
+        except TierError as error:
+            return error
 
     def __enter__(self) -> Self:
         return self

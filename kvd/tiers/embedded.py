@@ -15,6 +15,7 @@ import fcntl
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from typing import Self
 
 from kvd.errors import RuntimeFolderError, TierError, TierUnavailable
 from kvd.tiers.embedded_config import server_arguments
+from kvd.tiers.own_file import OwnFile
 from kvd.tiers.redis_url import Node, RedisAddress
 
 _log = logging.getLogger(__name__)
@@ -79,6 +81,8 @@ class EmbeddedServer:
         self._starting = options.runtime_dir / "redis.starting"
         self._socket = options.runtime_dir / "redis.sock"
         self._log_path = options.runtime_dir / "redis.log"
+        self._log_file: OwnFile | None = None
+        """There as long as the folder is ours: another daemon that takes it over has a log of its own there."""
         self.address = RedisAddress(nodes=(Node(str(self._socket), 0),))
         self._stop_fd = -1
         self._stopping = False
@@ -142,7 +146,9 @@ class EmbeddedServer:
             self._thread.join()
             self._thread = None
             os.close(self._stop_fd)
-            self._log_path.unlink(missing_ok=True)  # a clean stop leaves nothing in the runtime folder
+            if self._log_file is not None:
+                self._log_file.remove()  # a clean stop leaves nothing in the runtime folder
+                self._log_file = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -167,8 +173,7 @@ class EmbeddedServer:
 
     def _run_once(self) -> None:
         """One life of the server, from start to end."""
-        for path in (self._starting, self._socket, self._log_path):
-            path.unlink(missing_ok=True)
+        self._claim_folder()
         launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(self._binary)]
         process = subprocess.Popen(
             [*launcher, *self._arguments],
@@ -181,6 +186,7 @@ class EmbeddedServer:
         )
         self._process = process
         self._num_starts += 1
+        socket_file: OwnFile | None = None
         try:
             # Only this thread reaps the process, so its number cannot be another's yet.
             exited = os.pidfd_open(process.pid)
@@ -190,26 +196,53 @@ class EmbeddedServer:
             self._process = None
             raise
         try:
-            self._await_loaded(exited)
+            self._await_loaded(process, exited)
             if self._prepare is not None:
                 self._prepare(RedisAddress(nodes=(Node(str(self._starting), 0),)))
             self._starting.rename(self._socket)
+            socket_file = OwnFile(self._socket)
             self._set_up(True)
-            select.select([exited, self._stop_fd], [], [])
-            self._failed(f"the server ended by itself: {self._last_words()}")
+            ready, _, _ = select.select([exited, self._stop_fd], [], [])
+            if exited in ready:
+                self._failed(f"the server ended by itself: {self._how_it_ended(process)}")
         finally:
             self._set_up(False)
             self._end(process, exited)
             os.close(exited)
-            self._socket.unlink(missing_ok=True)
+            if socket_file is not None:
+                socket_file.remove()
+            if self._log_file is not None and self._log_file.is_there():
+                self._starting.unlink(missing_ok=True)
 
-    def _await_loaded(self, exited: int) -> None:
+    def _claim_folder(self) -> None:
+        """Makes a log of our own. Raises `TierUnavailable` when another daemon's lies there."""
+        if self._log_file is not None:
+            self._log_file.remove()
+            self._log_file = None
+        elif not self._num_starts:
+            # The daemon has just locked the folder: what lies there is a dead one's.
+            for path in (self._starting, self._socket, self._log_path):
+                path.unlink(missing_ok=True)
+        try:
+            self._log_file = OwnFile.create(self._log_path)
+        except FileExistsError as error:
+            raise TierUnavailable(
+                f"another daemon has taken {self._options.runtime_dir} over", cause="embedded"
+            ) from error
+        except OSError as error:
+            raise TierUnavailable(
+                f"nothing can be written to {self._options.runtime_dir}: {error.strerror}", cause="embedded"
+            ) from error
+
+    def _await_loaded(self, process: subprocess.Popen[bytes], exited: int) -> None:
         """Wait until the server answers PING. A server that loads its snapshot says so, and gets the time it takes."""
         deadline_s = self._clock() + self._options.start_timeout_s
         while True:
             ended, _, _ = select.select([exited, self._stop_fd], [], [], 0.02)
+            if exited in ended:
+                raise TierUnavailable(f"the server did not start: {self._how_it_ended(process)}", cause="embedded")
             if ended:
-                raise TierUnavailable(f"the server did not start: {self._last_words()}", cause="embedded")
+                raise TierUnavailable("the server is to stop before it started", cause="embedded")
             answer = self._ping()
             if answer.startswith(b"+PONG"):
                 return
@@ -238,6 +271,18 @@ class EmbeddedServer:
         process.wait()
         self._process = None
 
+    def _how_it_ended(self, process: subprocess.Popen[bytes]) -> str:
+        """It has: by which signal, or with which status, last words, and what may be behind them."""
+        status = process.wait()
+        if status < 0:
+            # Its last line was about something else: a signal leaves it no time for words.
+            return f"killed by {_signal_name(-status)}"
+        text = f"exit status {status}: {self._last_words()}"
+        folders = [self._options.runtime_dir, self._options.persistence_dir]
+        if full := [folder for folder in folders if folder is not None and _is_disk_full(folder)]:
+            text += f"; the disk of {full[0]} is full: free some space"
+        return text
+
     def _last_words(self) -> str:
         try:
             lines = self._log_path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -255,6 +300,22 @@ class EmbeddedServer:
             self._is_up = is_up
             self._up_since_s = self._clock() if is_up else None
             self._changed.notify_all()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _is_disk_full(folder: Path) -> bool:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return False
+    # Of some file systems (f_files is 0) nobody knows how many inodes there are.
+    return not found.f_bavail or (bool(found.f_files) and not found.f_favail)
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from kvd.tiers.embedded_config import find_server
 from kvd.tiers.generation_journal import GenerationJournal
 from kvd.tiers.redis_bulk import BulkPool, ask
 from kvd.tiers.redis_errors import error_of_reply
-from kvd.tiers.redis_generations import record_of
+from kvd.tiers.redis_generations import generation_in, name_in, record_of
 from kvd.tiers.redis_keys import RedisKeys
 from kvd.tiers.redis_tier import RedisOptions, RedisTier
 from kvd.tiers.redis_url import RedisAddress
-from kvd.tiers.resp_connection import ErrorReply, command
+from kvd.tiers.resp_connection import ErrorReply, Reply, RespConnection, command
 
 _PREPARE_TIMEOUT_S = 1.0
 _FIRST_START_S = 1.0
@@ -84,19 +84,35 @@ class EmbeddedRedisTier(RedisTier):
             self._journal.record(namespace, generation)
 
     def _tell_flushes(self, address: RedisAddress) -> None:
-        """Before anybody can connect: the snapshot may be older than the flushes."""
+        """Before anybody can connect: the snapshot may be older than the flushes.
+
+        A record that is of the flush's generation already stays as it is: it may say what the namespace is called.
+        """
         if self._journal is None or not self._journal.flushed:
             return
         keys = RedisKeys(self._options.prefix)
-        commands = [
-            command(b"SET", keys.generation(namespace), record_of(generation, flushed=True))
-            for namespace, generation in list(self._journal.flushed.items())
-        ]
+        flushes = list(self._journal.flushed.items())
         pool = BulkPool(address, connect_timeout_s=_PREPARE_TIMEOUT_S)
         try:
             with pool.connection(address.nodes[0], timeout_s=_PREPARE_TIMEOUT_S) as connection:
-                for reply in ask(connection, commands):
-                    if isinstance(reply, ErrorReply):
-                        raise error_of_reply("the embedded server", reply.text)
+                records = _asked(connection, [command(b"GET", keys.generation(one)) for one, _ in flushes])
+                commands = [
+                    command(
+                        b"SET",
+                        keys.generation(namespace),
+                        record_of(generation, flushed=True, name=name_in(record)),
+                    )
+                    for (namespace, generation), record in zip(flushes, records, strict=True)
+                    if generation_in(record) != generation
+                ]
+                _asked(connection, commands)
         finally:
             pool.close()
+
+
+def _asked(connection: RespConnection, commands: Sequence[bytes]) -> list[Reply]:
+    replies = ask(connection, commands)
+    for reply in replies:
+        if isinstance(reply, ErrorReply):
+            raise error_of_reply("the embedded server", reply.text)
+    return replies

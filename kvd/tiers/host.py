@@ -30,8 +30,12 @@ from kvd.status import TierStatus, TierUsage
 from kvd.tiers.base import Generation, Outcome, Read, Tier, TierKey, Write
 from kvd.tiers.counters import TierCounters
 from kvd.tiers.host_slots import SegmentMemory, Slot, SlotTable
+from kvd.tiers.names import NamespaceName
 
 _Item = TypeVar("_Item", Read, Write)
+
+MAX_IDLE_NAMES = 1 << 14
+"""Names of namespaces without a block that are kept."""
 
 
 class HostTier(Tier):
@@ -62,14 +66,24 @@ class HostTier(Tier):
         self._table = SlotTable()
         self._growing_nbytes = 0  # of segments being made outside the lock: the budget counts them
         self._generations: Counter[NamespaceDigest] = Counter()
+        self._names: dict[NamespaceDigest, NamespaceName] = {}
+        """Those said last come last."""
         self._counters = TierCounters()
         self._closed = False
 
-    def generation(self, namespace: NamespaceDigest) -> Generation:
+    def generation(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
         """Counts this process's flushes of the namespace: nothing in memory outlives the process."""
         with self._lock:
             self._check_open()
+            self._keep_name(namespace, name)
             return Generation(self._generations[namespace])
+
+    def names(self) -> list[NamespaceName]:
+        """Of the blocks that are here."""
+        with self._lock:
+            self._check_open()
+            spaces = {key.namespace for key in self._table.keys}
+            return [name for namespace, name in self._names.items() if namespace in spaces]
 
     def contains(self, keys: Sequence[TierKey]) -> list[bool]:
         """A dictionary look-up each."""
@@ -101,10 +115,11 @@ class HostTier(Tier):
         self._counters.deletes(num_deleted)
         return num_deleted
 
-    def flush(self, namespace: NamespaceDigest) -> Generation:
+    def flush(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
         """Puts that are under way notice it when they want to publish."""
         with self._lock:
             self._check_open()
+            self._keep_name(namespace, name)
             self._generations[namespace] += 1
             for key in self._table.keys:
                 if key.namespace == namespace:
@@ -235,6 +250,18 @@ class HostTier(Tier):
             budget_nbytes=self._budget_nbytes,
         )
         return self._counters.measured(usage)
+
+    def _keep_name(self, namespace: NamespaceDigest, name: NamespaceName | None) -> None:
+        """Called with the lock held. Who uses a namespace says its name again and again, so old ones may go."""
+        if name is None:
+            return
+        self._names.pop(namespace, None)
+        self._names[namespace] = name
+        if len(self._names) > 2 * MAX_IDLE_NAMES:
+            spaces = {key.namespace for key in self._table.keys}
+            idle = [one for one in self._names if one not in spaces]
+            for one in idle[: -MAX_IDLE_NAMES or None]:
+                del self._names[one]
 
     def _check_open(self) -> None:
         if self._closed:

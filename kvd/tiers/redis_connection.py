@@ -8,7 +8,7 @@ again. All commands are small, so redis-py's defaults for packing and parsing (h
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,24 @@ class RedisControl:
             raise self._mapped(error) from error
         return [self._mapped(one) if isinstance(one, Exception) else one for one in results]
 
+    def amend(self, key: bytes, change: Callable[[object], bytes | None], options: Sequence[bytes] = ()) -> None:
+        """Sets the key to what `change` makes of its value, unless that is None, or somebody sets it meanwhile.
+
+        Two round trips.
+        """
+        try:
+            with self._server_of(key).pipeline(transaction=True) as pipeline:
+                pipeline.watch(key)
+                after = change(pipeline.get(key))
+                if after is not None:
+                    pipeline.multi()
+                    pipeline.execute_command("SET", key, after, *options)
+                    pipeline.execute()
+        except redis.exceptions.WatchError:
+            pass  # the caller looks again
+        except _FOREIGN as error:
+            raise self._mapped(error) from error
+
     def node_of(self, key: bytes) -> Node:
         """The server that holds this key's slot, as far as the topology is known here."""
         if not self._address.cluster:
@@ -137,6 +155,15 @@ class RedisControl:
             return [client.get_redis_connection(node) for node in client.get_primaries()]
         except _FOREIGN as error:
             raise self._mapped(error) from error
+
+    def _server_of(self, key: bytes) -> Any:
+        client = self._connected()
+        if not self._address.cluster:
+            return client
+        node = client.get_node_from_key(key)
+        if node is None:
+            raise TierUnavailable(f"{self.where}: no node serves a slot we need", cause="cluster-down")
+        return client.get_redis_connection(node)
 
     def _connected(self) -> Any:
         with self._lock:

@@ -11,7 +11,10 @@ from kvd.errors import BlockCorrupt, TierError, TierFull, TierRefused, TierUnava
 _REFUSALS = {
     "NOAUTH": ("auth", "it wants a password: give password_file or password_env in the URL"),
     "WRONGPASS": ("auth", "it refuses the user name or password"),
-    "NOPERM": ("no-permission", "the user lacks a right: it needs get, set, getex, exists, unlink, scan, strlen, info"),
+    "NOPERM": (
+        "no-permission",
+        "the user lacks a right: it needs get, set, getex, exists, unlink, scan, strlen, info, watch, multi, exec",
+    ),
 }
 _TROUBLES = {
     "LOADING": "loading",

@@ -1,7 +1,7 @@
 """The names under which kvd's things lie in Redis.
 
     <prefix>v:<namespace, 32 hex>:<generation, 16 hex>:<chain hash, 64 hex>     one block
-    <prefix>g:<namespace, 32 hex>                                              the namespace's generation
+    <prefix>g:<namespace, 32 hex>                                              the namespace's generation and name
 
 The namespace is the first half of its digest; the value's header holds the chain hash whole.
 """
@@ -38,6 +38,20 @@ class RedisKeys:
     def pattern(self, namespace: NamespaceDigest | None = None) -> bytes:
         """The SCAN pattern of all blocks, or of one namespace's in every generation."""
         return (b"%sv:" % self._prefix if namespace is None else self._blocks_of(namespace)) + b"*"
+
+    @property
+    def records_pattern(self) -> bytes:
+        """The SCAN pattern of all generation records."""
+        return b"%sg:*" % self._prefix
+
+    def space_of(self, redis_key: bytes) -> bytes:
+        """The part of a block's or a record's name that stands for its namespace; see `space`."""
+        start = len(self._prefix) + 2
+        return redis_key[start : start + 2 * _NAMESPACE_NBYTES]
+
+    def space(self, namespace: NamespaceDigest) -> bytes:
+        """As it stands in a name."""
+        return namespace[:_NAMESPACE_NBYTES].hex().encode()
 
     def is_of(self, redis_key: bytes, namespace: NamespaceDigest, generation: Generation) -> bool:
         """Whether a block's name is of this generation."""

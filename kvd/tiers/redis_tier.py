@@ -10,22 +10,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from kvd.block import NamespaceDigest
 from kvd.errors import BlockCorrupt, BlockMissing, TierError, TierFull, TierUnavailable
 from kvd.status import TierStatus, TierUsage
-from kvd.tiers.base import Generation, Outcome, Read, Tier, TierKey, Write
+from kvd.tiers.base import Generation, Names, Outcome, Read, Tier, TierKey, Write
 from kvd.tiers.breaker import BreakerState, CircuitBreaker
 from kvd.tiers.codecs import codec_named
 from kvd.tiers.counters import TierCounters
+from kvd.tiers.names import NamespaceName
 from kvd.tiers.redis_bulk import UNANSWERED, ReadJob, WriteJob, settle
-from kvd.tiers.redis_generations import Generations, new_generation, record_of
+from kvd.tiers.redis_generations import Generations
 from kvd.tiers.redis_keys import RedisKeys
 from kvd.tiers.redis_nodes import Keyed, RedisNodes
 from kvd.tiers.redis_options import RedisOptions
+from kvd.tiers.redis_records import RedisRecords
 from kvd.tiers.redis_url import RedisAddress
-from kvd.tiers.resp_connection import Reply, command
+from kvd.tiers.resp_connection import command
 
 __all__ = ["RedisOptions", "RedisTier"]
 
@@ -39,7 +40,8 @@ class RedisTier(Tier):
     """Blocks in Redis. Connects when first asked: a Redis that is absent at start is a warning, not a failure.
 
     `records_expire=False` keeps the generations' records for ever; it is for a server whose policy evicts only what has
-    a time to live, so that a burst of values can't push a record out, and its whole namespace out of reach.
+    a time to live, so that a burst of values can't push a record out, and its whole namespace out of reach. There, now
+    and then, those without a value are dropped when there are very many.
     `on_flush(namespace, generation)` is called before Redis is told of a flush; the embedded server keeps its journal
     there, for a flush must outlive a crash. A `TierError` of it ends the flush, which stays remembered: nothing of the
     namespace is read or written until a later call gets through to both, so one flush may call it several times.
@@ -62,7 +64,6 @@ class RedisTier(Tier):
         self._keys = RedisKeys(self._options.prefix)
         self._on_flush = on_flush
         ttl_s = self._options.ttl_s + RECORD_GRACE_S
-        self._record_ttl: tuple[bytes, ...] = (b"EX", b"%d" % ttl_s) if records_expire else ()
         self._nodes = RedisNodes(
             address,
             control_timeout_s=self._options.control_timeout_s,
@@ -70,40 +71,37 @@ class RedisTier(Tier):
             clock=clock,
         )
         self._generations = Generations()
+        self._records_expire = records_expire
+        record_ttl = (b"EX", b"%d" % ttl_s) if records_expire else ()
+        self._records = RedisRecords(self._nodes, self._keys, self._generations, record_ttl)
         self._counters = TierCounters(clock)
         self._breaker = CircuitBreaker(clock=clock)
         # A full server answers well, so it has a breaker of its own, for puts only.
         self._room = CircuitBreaker(trips=TierFull, refusal=TierFull, first_backoff_s=0.5, clock=clock)
         self._closed = False
 
-    def generation(self, namespace: NamespaceDigest) -> Generation:
-        """Reads the record; makes one if Redis has none (or forgot it, or holds nonsense there)."""
+    def generation(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
+        """Reads the record; makes one if Redis has none (or forgot it), and adds a name that is missing there."""
         with self._counting(), self._call():
-            known = self._read_records([namespace])[namespace]
-            if known is not None:
-                return known
-            key = self._keys.generation(namespace)
-            record = record_of(new_generation(), flushed=False)
-            # NX: of two daemons that find nothing, one wins and both read his.
-            first, second = self._nodes.control.run([("SET", key, record, "NX", *self._record_ttl), ("GET", key)])
-            for result in (first, second):
-                if isinstance(result, TierError) and not isinstance(result, BlockCorrupt):
-                    raise result
-            known = self._generations.observe(namespace, second)
-            if known is None and not self._generations.is_pending(namespace):
-                # What lies there is no record of ours.
-                self._run([("DEL", key), ("SET", key, record, "NX", *self._record_ttl)])
-                known = self._generations.observe(namespace, record)
-            if known is None:
-                raise TierUnavailable("the namespace is being flushed", cause="flushing")
-            return known
+            return self._records.learn(namespace, name)
 
-    def generations(self, namespaces: Sequence[NamespaceDigest]) -> list[Generation | None]:
+    def generations(self, namespaces: Sequence[NamespaceDigest], names: Names | None = None) -> list[Generation | None]:
         """One round trip for all whose record is there, which is the everyday case."""
+        names = names or {}
         known: dict[NamespaceDigest, Generation | None] = {}
         with suppress(TierError), self._counting(), self._call():
-            known = self._read_records(namespaces)
-        return [self._generation_or_none(one) if known.get(one) is None else known[one] for one in namespaces]
+            known = self._records.read(namespaces)
+        return [
+            generation
+            if (generation := known.get(one)) is not None and (one not in names or self._generations.is_named(one))
+            else self._generation_or_none(one, names)
+            for one in namespaces
+        ]
+
+    def names(self) -> list[NamespaceName]:
+        """Looks at every key there is, as `usage` does. Records of before names were kept are passed over."""
+        with self._counting(), self._call():
+            return self._records.names()
 
     def contains(self, keys: Sequence[TierKey]) -> list[bool]:
         """One round trip; a second one when the namespace turns out to be flushed since the last call."""
@@ -168,14 +166,35 @@ class RedisTier(Tier):
         self._counters.deletes(num_deleted)
         return num_deleted
 
-    def flush(self, namespace: NamespaceDigest) -> Generation:
+    def flush(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
         """A new generation first, which makes it final; then the old values are deleted, as far as Redis lets us."""
-        with self._counting():
-            generation = self._generations.begin_flush(namespace)
-            self._prepare_flush(namespace, generation)
-            with self._call():  # tells Redis
-                self._sweep(namespace, generation)
-            return generation
+        (outcome,) = self.flush_many([namespace], None if name is None else {namespace: name})
+        if isinstance(outcome, TierError):
+            raise outcome
+        return outcome
+
+    def flush_many(
+        self, namespaces: Sequence[NamespaceDigest], names: Names | None = None
+    ) -> list[Generation | TierError]:
+        """As `flush`; all keys are looked at once for all of them."""
+        names = names or {}
+        outcomes: dict[NamespaceDigest, Generation | TierError] = {}
+        for namespace in namespaces:
+            generation = self._generations.begin_flush(namespace, names.get(namespace))
+            try:
+                with self._counting():
+                    self._prepare_flush(namespace, generation)
+                outcomes[namespace] = generation
+            except TierError as error:
+                outcomes[namespace] = error
+        prepared = {one: outcome for one, outcome in outcomes.items() if not isinstance(outcome, TierError)}
+        if prepared:
+            try:
+                with self._counting(), self._call():  # tells Redis
+                    self._sweep(prepared)
+            except TierError as error:
+                outcomes |= dict.fromkeys(prepared, error)
+        return [outcomes[namespace] for namespace in namespaces]
 
     def was_flushed(self, namespace: NamespaceDigest) -> bool:
         """As in the contract: the record in Redis says so."""
@@ -188,13 +207,17 @@ class RedisTier(Tier):
     def usage(self) -> TierUsage:
         """Counts the values under our prefix, whoever wrote them: right after a restart and after expiry, too."""
         num_blocks = used_nbytes = 0
+        spaces: set[bytes] = set()
         with self._counting(), self._call():
             for page in self._nodes.control.scan(self._keys.pattern()):
                 lengths = self._nodes.control.run([("STRLEN", key) for key in page])
                 sizes = [int(one) for one in lengths if isinstance(one, int) and one > 0]
+                spaces.update(map(self._keys.space_of, page))
                 num_blocks += len(sizes)
                 used_nbytes += sum(sizes)
             limit = self._nodes.control.max_memory_nbytes()
+            if not self._records_expire:
+                self._records.drop_idle(spaces)
         return self._counters.measured(TierUsage(num_blocks=num_blocks, used_nbytes=used_nbytes, budget_nbytes=limit))
 
     def status(self) -> TierStatus:
@@ -248,16 +271,14 @@ class RedisTier(Tier):
             self._on_flush(namespace, generation)
 
     def _tell_flushes_to_redis(self) -> None:
-        for namespace, generation in self._generations.pending().items():
+        for namespace, (generation, name) in self._generations.pending().items():
             try:
                 # Redis is never told of a flush that a crash could undo.
                 self._prepare_flush(namespace, generation)
             except TierError as error:
                 self._counters.error(error)
                 continue  # it stays pending; other namespaces need not wait for it
-            record = record_of(generation, flushed=True)
-            self._run([("SET", self._keys.generation(namespace), record, *self._record_ttl)])
-            self._generations.end_flush(namespace, generation)
+            self._records.flushed(namespace, generation, name)
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -275,12 +296,6 @@ class RedisTier(Tier):
                 raise result
         return results
 
-    def _read_records(self, namespaces: Iterable[NamespaceDigest]) -> dict[NamespaceDigest, Generation | None]:
-        """What Redis says now; reading keeps the records alive."""
-        spaces = list(namespaces)
-        replies = self._nodes.ask_each(dict(zip(spaces, self._record_commands(spaces), strict=True)))
-        return self._observed(spaces, replies)
-
     def _exist(
         self, names: Mapping[int, bytes], namespaces: set[NamespaceDigest]
     ) -> tuple[dict[int, bool], dict[NamespaceDigest, Generation | None]]:
@@ -289,25 +304,15 @@ class RedisTier(Tier):
             index: (name, command(b"EXISTS", name)) for index, name in names.items()
         }
         spaces = list(namespaces)
-        commands |= dict(zip(spaces, self._record_commands(spaces), strict=True))
+        commands |= dict(zip(spaces, self._records.commands(spaces), strict=True))
         replies = self._nodes.ask_each(commands)
-        return {index: replies.get(index) == 1 for index in names}, self._observed(namespaces, replies)
-
-    def _observed(
-        self, namespaces: Iterable[NamespaceDigest], replies: Mapping[Any, Reply]
-    ) -> dict[NamespaceDigest, Generation | None]:
-        if missing := [one for one in namespaces if one not in replies]:
-            # "Not told" must never be taken for "there is none", which would end the generation.
-            raise TierUnavailable(
-                f"the node that holds the generation of {len(missing)} namespaces does not answer", cause="node-down"
-            )
-        return {one: self._generations.observe(one, replies[one]) for one in namespaces}
+        return {index: replies.get(index) == 1 for index in names}, self._records.observed(namespaces, replies)
 
     def _known_generations(self, namespaces: Iterable[NamespaceDigest]) -> dict[NamespaceDigest, Generation | None]:
         """The generations to look under: from the last contact, else asked now."""
         known = {one: self._generations.known(one) for one in set(namespaces)}
         if unknown := [one for one, generation in known.items() if generation is None]:
-            known |= self._read_records(unknown)
+            known |= self._records.read(unknown)
         return known
 
     def _get(self, jobs: Sequence[ReadJob]) -> None:
@@ -323,7 +328,7 @@ class RedisTier(Tier):
             asked,
             ttl_s=self._options.ttl_s,
             timeout_s=self._bulk_timeout_s(len(job.into) for job in asked),
-            tail=self._record_commands(spaces),
+            tail=self._records.commands(spaces),
         )
         current = {one: self._generations.observe(one, record) for one, record in zip(spaces, records, strict=True)}
         bad: list[bytes] = []
@@ -351,7 +356,7 @@ class RedisTier(Tier):
             codec=self._codec,
             ttl_s=self._options.ttl_s,
             timeout_s=self._bulk_timeout_s(len(job.data) for job, _ in asked),
-            tail=self._record_commands(spaces),
+            tail=self._records.commands(spaces),
         )
         for namespace, record in zip(spaces, records, strict=True):
             self._generations.observe(namespace, record)
@@ -363,16 +368,16 @@ class RedisTier(Tier):
                 unreadable.append(job.redis_key)
         self._unlink(unreadable)
 
-    def _record_commands(self, namespaces: Sequence[NamespaceDigest]) -> list[Keyed]:
-        names = [self._keys.generation(namespace) for namespace in namespaces]
-        return [(name, command(b"GETEX", name, *self._record_ttl)) for name in names]
-
     def _bulk_timeout_s(self, sizes: Iterable[int]) -> float:
         return self._options.bulk_timeout_s + max(sizes, default=0) / self._options.bulk_nbytes_per_s
 
-    def _sweep(self, namespace: NamespaceDigest, generation: Generation) -> None:
-        for page in self._nodes.control.scan(self._keys.pattern(namespace)):
-            self._unlink([key for key in page if not self._keys.is_of(key, namespace, generation)])
+    def _sweep(self, flushed: Mapping[NamespaceDigest, Generation]) -> None:
+        """Deletes all values of these namespaces that are not of the generations they have now."""
+        spaces = {self._keys.space(namespace): namespace for namespace in flushed}
+        only = next(iter(flushed)) if len(flushed) == 1 else None
+        for page in self._nodes.control.scan(self._keys.pattern(only)):
+            named = [(key, spaces.get(self._keys.space_of(key))) for key in page]
+            self._unlink([key for key, one in named if one and not self._keys.is_of(key, one, flushed[one])])
 
     def _unlink(self, names: Sequence[bytes]) -> None:
         """Delete what nobody may read anyway; a failure only leaves it to its time to live."""

@@ -173,13 +173,18 @@ def _db(parts: SplitResult, options: Mapping[str, str]) -> int:
     return int(text)
 
 
+def read_password_file(path: str) -> Secret:
+    """Its first line. Raises `ConfigError`."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # undecodable text, a NUL in the path
+        raise ConfigError(f"the Redis password file {path} cannot be read: {error}") from error
+    return Secret(text.partition("\n")[0].rstrip("\r"))
+
+
 def _password(options: Mapping[str, str], environ: Mapping[str, str], inline: str) -> Secret:
     if path := options.get("password_file"):
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the Redis password file {path} cannot be read: {error}") from error
-        return Secret(text.rstrip("\r\n"))
+        return read_password_file(path)
     if name := options.get("password_env"):
         if name not in environ:
             raise ConfigError(f"the Redis URL takes its password from ${name}, which is not set")

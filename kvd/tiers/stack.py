@@ -17,7 +17,8 @@ import msgspec
 from kvd.block import NamespaceDigest
 from kvd.errors import BlockMissing, StaleGeneration, TierError, TierUnavailable
 from kvd.status import TierStatus
-from kvd.tiers.base import Generation, Outcome, Read, Tier, TierKey, Write
+from kvd.tiers.base import Generation, Names, Outcome, Read, Tier, TierKey, Write
+from kvd.tiers.names import NamespaceName
 
 Generations = tuple[Generation | None, ...]
 """One namespace's generation in each tier, nearest first; None where it is not known."""
@@ -38,6 +39,13 @@ class Flushed(NamedTuple):
 
     generations: Generations
     untold: list[str]
+
+
+class Listed(NamedTuple):
+    """The namespaces that tiers know by name, and the tiers that could not be asked."""
+
+    names: list[NamespaceName]
+    silent: list[str]
 
 
 class Stack:
@@ -75,9 +83,9 @@ class Stack:
             for tier, asked, found in zip(self.tiers, self._num_asked, self._num_found, strict=True)
         ]
 
-    def generations(self, namespaces: Sequence[NamespaceDigest]) -> list[Generations]:
+    def generations(self, namespaces: Sequence[NamespaceDigest], names: Names | None = None) -> list[Generations]:
         """What the tiers say now of each namespace; every tier is asked for all of them at once."""
-        by_tier = [tier.generations(namespaces) for tier in self.tiers]
+        by_tier = [tier.generations(namespaces, names) for tier in self.tiers]
         return [tuple(told[index] for told in by_tier) for index in range(len(namespaces))]
 
     def flushed(self, namespace: NamespaceDigest) -> tuple[bool, ...]:
@@ -151,23 +159,50 @@ class Stack:
                 told = False
         return told
 
-    def flush(self, namespace: NamespaceDigest, *, levels: Collection[int] | None = None) -> Flushed:
+    def listed(self, *, levels: Collection[int] | None = None) -> Listed:
+        """What the tiers (or the given ones) may hold blocks of, as far as it has a name."""
+        found: dict[NamespaceDigest, NamespaceName] = {}
+        silent = []
+        for level, tier in enumerate(self.tiers):
+            if levels is None or level in levels:
+                try:
+                    found |= {name.namespace: name for name in tier.names()}
+                except TierError as error:
+                    _log.warning("the %s tier does not say what it holds: %s", tier.name, error)
+                    silent.append(tier.name)
+        return Listed(list(found.values()), silent)
+
+    def flush(
+        self, namespace: NamespaceDigest, *, levels: Collection[int] | None = None, names: Names | None = None
+    ) -> Flushed:
+        """`flush_many` of one."""
+        return self.flush_many([namespace], levels=levels, names=names)[0]
+
+    def flush_many(
+        self,
+        namespaces: Sequence[NamespaceDigest],
+        *,
+        levels: Collection[int] | None = None,
+        names: Names | None = None,
+    ) -> list[Flushed]:
         """A new generation in every tier (or the given ones). Who cannot be told now remembers it, and is first told.
 
         The tiers that last are told last: what they forget cannot then come back into a nearer one.
         """
-        generations: list[Generation | None] = [None] * len(self.tiers)
-        untold = []
+        generations: list[list[Generation | None]] = []
+        untold: list[list[str]] = [[] for _ in namespaces]
         for level, tier in enumerate(self.tiers):
             if levels is not None and level not in levels:
-                (generations[level],) = tier.generations([namespace])
+                generations.append(tier.generations(namespaces, names))
                 continue
-            try:
-                generations[level] = tier.flush(namespace)
-            except TierError as error:
-                _log.warning("the %s tier will be told of a flush later: %s", tier.name, error)
-                untold.append(tier.name)
-        return Flushed(tuple(generations), untold)
+            told: list[Generation | None] = []
+            for outcome, names_untold in zip(tier.flush_many(namespaces, names), untold, strict=True):
+                if isinstance(outcome, TierError):
+                    _log.warning("the %s tier will be told of a flush later: %s", tier.name, outcome)
+                    names_untold.append(tier.name)
+                told.append(None if isinstance(outcome, TierError) else outcome)
+            generations.append(told)
+        return [Flushed(tuple(told[index] for told in generations), untold[index]) for index in range(len(namespaces))]
 
     def take_flushed(self) -> list[NamespaceDigest]:
         """Namespaces that somebody else flushed in one tier; by then they are flushed in the other tiers too."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.bench import catalogue, model, restart
+from kvd.bench import catalogue, llama_server, model, restart
 from kvd.bench.row import Group, Run
 from kvd.bench.start import START_GROUP
 
-SLOW = (model.GROUP, restart.GROUP)
-QUICK = [group for group in catalogue.GROUPS if group not in (*SLOW, START_GROUP)]
+SLOW = (model.GROUP, restart.GROUP, llama_server.GROUP)
+QUICK = [group for group in (*catalogue.GROUPS, *catalogue.ENGINE_GROUPS) if group not in (*SLOW, START_GROUP)]
 
 
 def measured(group: Group) -> None:

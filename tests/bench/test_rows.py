@@ -69,6 +69,13 @@ def test_a_row_brings_those_measured_with_it():
     assert catalogue.chosen([]) == list(catalogue.GROUPS)
 
 
+def test_the_engines_rows_are_asked_for():
+    names = [target.name for group in catalogue.chosen([], engines=True) for target in group.targets]
+    assert {"ttft_2048_cached", "contiguous_update", "llama_server_ttft_1500"} <= set(names)
+    (group,) = catalogue.chosen(["contiguous_update"])
+    assert group not in catalogue.chosen([])
+
+
 def test_an_unknown_row_names_the_nearest():
     with pytest.raises(InvalidRequest, match="did you mean chain_hash_4096"):
         catalogue.chosen(["chain_hash"])

@@ -82,6 +82,21 @@ def test_check_knows_the_groups():
     assert ends(7, "config", "check", "--access-group", "no-such-group-here", words="no-such-group-here")
 
 
+@pytest.mark.parametrize("command", [("config", "show"), ("config", "check"), ("serve",)])
+def test_an_empty_name_of_the_configuration_file_is_a_wrong_configuration(command):
+    assert ends(7, *command, "--config", "", words="--config")
+
+
+@pytest.mark.parametrize("url", ["embedded", "off", "redis://host"])
+def test_check_reads_the_password_file_whatever_the_url(place, url):
+    (path := place / "secret").touch(mode=0o600)
+    args = ("config", "check", "--tiers-redis-url", url, "--tiers-redis-password-file")
+    assert as_nobody(lambda: ends(7, *args, str(path), words="Permission denied"))
+    assert ends(7, *args, str(place / "none"), words=str(place / "none"))
+    assert ends(7, *args, str(place), words="Is a directory")
+    assert CliRunner().invoke(app, [*args, str(path)], prog_name="kvd").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("args", "option"),
     [

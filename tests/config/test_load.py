@@ -176,6 +176,15 @@ def test_folders_become_absolute(monkeypatch, tmp_path):
     assert redis.persistence == str(tmp_path / "state")
 
 
+def test_blocks_are_kept_in_the_folder_that_a_service_manager_gives(toml):  # case C5
+    environ = {"STATE_DIRECTORY": "/var/lib/kvd:/var/lib/other"}
+    loaded = load(None, environ)
+    assert loaded.config.tiers.redis.persistence == "/var/lib/kvd/redis"
+    assert loaded.origin["tiers.redis.persistence"] == "environment STATE_DIRECTORY"
+    assert load(toml('[tiers.redis]\npersistence = ""\n'), environ).config.tiers.redis.persistence == ""
+    assert load(None, environ, {"tiers.redis.persistence": "/mnt"}).config.tiers.redis.persistence == "/mnt"
+
+
 def test_the_password_variable_is_no_key():
     assert load(None, {"KVD_REDIS_PASSWORD": "x"}).ignored_environment == ()
 

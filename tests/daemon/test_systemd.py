@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
+from kvd.daemon.manager import ManagerReports
 from kvd.systemd import Notifier
+from tests.support.clock import FakeClock
 from tests.support.daemon import ROOT, Daemon
 from tests.support.raw_client import RawClient
 from tests.support.wait import eventually
@@ -24,24 +29,67 @@ def manager(tmp_path):
         yield manager
 
 
+def said_within(manager: socket.socket, silence_s: float) -> list[bytes]:
+    """What comes until nothing has come for so long."""
+    said = []
+    while select.select([manager], [], [], silence_s)[0]:
+        said.append(manager.recv(1000))
+    return said
+
+
 def test_a_daemon_says_ready_alive_and_stopping(manager, tmp_path):
     daemon = Daemon(tmp_path / "run", memory={"budget": 8 << 20, "segment": 1 << 20, "prefault": "lazy"})
     daemon.process = daemon.spawn(NOTIFY_SOCKET=manager.getsockname(), WATCHDOG_USEC="400000")
-    assert manager.recv(1000) == f"READY=1\nSTATUS=serving {daemon.folder}".encode()
+    assert manager.recv(1000) == f"READY=1\nSTATUS=serving {daemon.folder}: 0 sessions, 0 of 8 MiB in pools".encode()
     assert manager.recv(1000) == b"WATCHDOG=1"
     assert manager.recv(1000) == b"WATCHDOG=1"
     os.kill(daemon.pid, signal.SIGTERM)
     while (said := manager.recv(1000)) == b"WATCHDOG=1":
         pass
-    assert said == b"STOPPING=1"
+    assert said.startswith(b"STOPPING=1\nSTATUS=stopping")
     assert daemon.process.wait(10) == 0
+
+
+def test_a_loop_that_hangs_falls_silent_and_says_where_when_it_is_aborted(manager, tmp_path):  # case F5
+    """Only the loop feeds the watchdog: threads that still run do not count."""
+    memory = {"budget": 8 << 20, "segment": 1 << 20, "prefault": "background"}
+    config = json.dumps({"runtime_dir": str(tmp_path / "run"), "memory": memory, "tiers": {"redis": {"url": ""}}})
+    argv = [sys.executable, "-m", "tests.support.hanging_daemon", config]
+    environ = os.environ | {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "200000"}
+    with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert manager.recv(1000).startswith(b"READY=1")
+        assert set(said_within(manager, 1.0)) <= {b"WATCHDOG=1"}
+        process.send_signal(signal.SIGABRT)
+        _, log = process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGABRT
+    assert "in hang_at_the_second_turn" in log
+
+
+def test_a_status_is_one_line_and_said_once(manager):
+    notifier = Notifier({"NOTIFY_SOCKET": manager.getsockname()})
+    notifier.status("up\nREADY=1")
+    notifier.status("up\nREADY=1")
+    notifier.status("down")
+    assert [manager.recv(1000), manager.recv(1000)] == [b"STATUS=up READY=1", b"STATUS=down"]
+
+
+def test_the_status_line_follows_the_service(manager):
+    clock = FakeClock()
+    reports = ManagerReports(Notifier({"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "8000000"}), clock)
+    lines = iter(["one", "two"])
+    for _ in range(9):
+        reports.beat(lambda: next(lines))
+        clock.now_s += 1.0
+    assert said_within(manager, 0) == [b"WATCHDOG=1", b"STATUS=one", b"WATCHDOG=1", b"STATUS=two", b"WATCHDOG=1"]
 
 
 def test_outside_systemd_nothing_is_sent():
     notifier = Notifier({})
     notifier.ready("x")
     notifier.alive()
-    notifier.stopping()
+    notifier.status("x")
+    notifier.reloading()
+    notifier.stopping("x")
     assert notifier.watchdog_interval_s is None
 
 
@@ -74,7 +122,11 @@ def test_sighup_reads_the_file_again(manager, tmp_path):  # case F4
         assert manager.recv(1000).startswith(b"READY=1")
         config.write_text('[memory]\nbudget = "8MiB"\nprefault = "lazy"\n[log]\nlevel = "debug"\n')
         process.send_signal(signal.SIGHUP)
-        eventually(lambda: "log.level is debug" in log.read_text())
+        kind, when = manager.recv(1000).decode().splitlines()
+        assert kind == "RELOADING=1"
+        assert 0 <= time.monotonic() - int(when.removeprefix("MONOTONIC_USEC=")) / 1e6 < 60
+        assert manager.recv(1000).startswith(b"READY=1\nSTATUS=serving")
+        assert "log.level is debug" in log.read_text()
         RawClient(tmp_path / "run").close()
         eventually(lambda: "DEBUG session 1 ended" in log.read_text())
         config.write_text("[memory]\nbudgte = 1\n")

@@ -10,7 +10,7 @@ import torch
 
 import kvd_client
 from kvd.cli.demo.daemon import private_daemon
-from kvd.errors import DaemonRestarted, EngineUnsupported, InvalidRequest, InvalidTokens
+from kvd.errors import ClientClosed, DaemonRestarted, EngineUnsupported, InvalidRequest, InvalidTokens, OutOfBlocks
 from kvd_client.engines.transformers import attach
 from tests.engines.adapters import adapted
 from tests.engines.tiny import greedy, prompt, tiny_model
@@ -23,6 +23,22 @@ def test_blocks_are_published_step_by_step(client: kvd_client.Client, salt: str)
         assert cache.sequence.num_sealed_tokens == 48
         model(input_ids[:, 50:64], cache=cache)
         assert cache.sequence.num_sealed_tokens == 64
+
+
+def test_the_speed_of_a_prefill_is_reported_and_that_of_small_steps_is_not(
+    client: kvd_client.Client, salt: str
+) -> None:
+    model, input_ids = tiny_model(), prompt()
+
+    def computed() -> int:
+        digest = cache.sequence._core._cache.digest.hex()
+        return next(one.computed_tokens for one in client.status().namespaces if one.digest == digest)
+
+    with attach(client, model, input_ids, salt=salt) as cache, torch.no_grad():
+        model(input_ids[:, :80], cache=cache)
+        assert computed() == 80
+        model(input_ids[:, 80:96], cache=cache)
+        assert computed() == 80
 
 
 def test_nothing_is_published_before_commit_when_told_so(client: kvd_client.Client, salt: str) -> None:
@@ -95,8 +111,8 @@ def test_inference_mode_and_no_grad_may_take_turns(client: kvd_client.Client, sa
     cache.close()
 
 
-@pytest.mark.parametrize("rows", [torch.ones(2, 5, dtype=torch.long), torch.ones(1, 2, 5, dtype=torch.long)])
-def test_only_one_prompt_can_be_attached(client: kvd_client.Client, rows: torch.Tensor) -> None:
+@pytest.mark.parametrize("rows", [torch.ones(1, 2, 5, dtype=torch.long), torch.ones(2, 5)])
+def test_what_is_no_batch_of_prompts_is_refused(client: kvd_client.Client, rows: torch.Tensor) -> None:
     with pytest.raises(InvalidTokens):
         attach(client, tiny_model(), rows)
 
@@ -127,6 +143,29 @@ def test_a_waiting_process_goes_on_after_the_prefill(client: kvd_client.Client, 
     assert found == [96]
 
 
+def test_a_generation_goes_on_when_the_pool_is_full(salt: str) -> None:
+    model, input_ids = tiny_model(), prompt()
+    with (
+        private_daemon("--memory-budget", "128KiB", "--memory-segment", "64KiB") as daemon,
+        kvd_client.connect(daemon.runtime_dir) as client,
+        attach(client, model, input_ids, salt=salt) as cache,
+    ):
+        assert torch.equal(greedy(model, input_ids, 300, cache=cache), greedy(model, input_ids, 300))
+        assert isinstance(cache.publish_error, OutOfBlocks)
+        client.check()
+        assert all(each.num_reserved == 0 for each in client.status().clients)
+
+
+def test_a_client_that_was_closed_ends_the_generation(runtime_dir: Any, salt: str) -> None:
+    model, input_ids = tiny_model(), prompt()
+    with kvd_client.connect(runtime_dir) as client:
+        cache = attach(client, model, input_ids, salt=salt)
+        greedy(model, input_ids, 1, cache=cache)
+    with pytest.raises(ClientClosed):
+        greedy(model, input_ids, cache=cache)
+    cache.close()
+
+
 def test_a_generation_ends_well_without_its_daemon(salt: str) -> None:
     model, input_ids = tiny_model(), prompt()
     with (
@@ -136,7 +175,17 @@ def test_a_generation_ends_well_without_its_daemon(salt: str) -> None:
     ):
         daemon.process.kill()
         daemon.process.wait()
-        assert torch.equal(greedy(model, input_ids, 40, cache=cache), greedy(model, input_ids, 40))
+        # More than was reserved ahead: what is mapped is copied, and the generation goes on in private memory.
+        output = greedy(model, input_ids, 200, cache=cache)
+        assert torch.equal(output, greedy(model, input_ids, 200))
+        assert cache.num_copied_bytes > 0
+        cache.crop(-50)
+        # The model may well have said the padding's token, which transformers would hide.
+        whole = {"attention_mask": torch.ones_like(output)}
+        expected = greedy(model, output, 5, **whole)
+        with cache.fork() as fork:
+            assert torch.equal(greedy(model, output, 5, cache=fork, **whole), expected)
+        assert torch.equal(greedy(model, output, 5, cache=cache, **whole), expected)
         assert isinstance(cache.publish_error, DaemonRestarted)
         with pytest.raises(DaemonRestarted):
             cache.commit()

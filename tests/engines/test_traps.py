@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import kvd_client
 from kvd.errors import ClientClosed, EngineUnsupported, InvalidRequest, KvdError, SequenceTooLong
@@ -119,21 +119,6 @@ REFUSED: dict[str, tuple[type[KvdError], str, Call]] = {
         "custom attention mask",
         lambda model, cache: model(prompt()[:, NUM_CACHED:], cache=cache, attention_mask=torch.zeros(1, 1, 4, 100)),
     ),
-    "beams": (EngineUnsupported, "num_beams=2", lambda model, cache: greedy(model, prompt(), cache=cache, num_beams=2)),
-    "several sequences": (
-        EngineUnsupported,
-        "num_return_sequences=2",
-        lambda model, cache: model.generate(
-            prompt(), cache=cache, max_new_tokens=2, do_sample=True, num_return_sequences=2
-        ),
-    ),
-    "beams in a generation configuration": (
-        EngineUnsupported,
-        "num_beams=3",
-        lambda model, cache: model.generate(
-            prompt(), cache=cache, generation_config=GenerationConfig(num_beams=3, max_new_tokens=2)
-        ),
-    ),
     "a batch": (
         EngineUnsupported,
         "one sequence",
@@ -144,13 +129,12 @@ REFUSED: dict[str, tuple[type[KvdError], str, Call]] = {
         "one sequence",
         lambda model, cache: model(prompt()[:, NUM_CACHED:].repeat(2, 1), cache=cache),
     ),
-    "reordered rows": (EngineUnsupported, "beam", lambda _, cache: cache.reorder_cache(torch.tensor([0]))),
-    "repeated rows": (EngineUnsupported, "cannot become 2", lambda _, cache: cache.batch_repeat_interleave(2)),
-    "selected rows": (EngineUnsupported, "no rows", lambda _, cache: cache.batch_select_indices(torch.tensor([0]))),
-    "assisted decoding": (
+    "a row there is not": (InvalidRequest, "rows", lambda _, cache: cache.reorder_cache(torch.tensor([1]))),
+    "no row at all": (InvalidRequest, "rows", lambda _, cache: cache.batch_select_indices(torch.tensor([False]))),
+    "more beams than rows were made for": (
         EngineUnsupported,
-        "assisted",
-        lambda model, cache: greedy(model, prompt(), cache=cache, prompt_lookup_num_tokens=3),
+        "attach with the whole batch",
+        lambda model, cache: greedy(model, prompt().repeat(3, 1), cache=cache, num_beams=2),
     ),
     "embeddings instead of ids": (
         EngineUnsupported,

@@ -66,6 +66,19 @@ def test_a_lazy_stock_makes_what_is_asked_for_and_no_more(machine: Machine) -> N
     assert machine.words.empty()
 
 
+def test_what_nobody_waits_for_any_more_is_not_made(machine: Machine) -> None:
+    stock = machine.stock(8)
+    stock.request(3)
+    stock.withdraw()
+    stock.request(1)
+    stock.start()
+    machine.wait_for_words(1)
+    with stock.take():  # type: ignore[union-attr]
+        stock.request(1)
+        machine.wait_for_words(1)
+        assert stock.ready_nbytes == MIB
+
+
 def test_a_background_stock_has_its_first_segment_at_once_and_then_fills_the_budget(machine: Machine) -> None:
     stock = machine.stock(4, prefault="background")
     stock.start()

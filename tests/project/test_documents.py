@@ -10,6 +10,7 @@ import pytest
 import kvd
 from kvd import errors
 from kvd.cli.app import COMMANDS, app
+from kvd.config.keys import KEYS
 from kvd.config.reference import markdown
 
 ROOT = Path(__file__).parents[2]
@@ -49,3 +50,8 @@ def test_error_codes_are_distinct():
         return 1 + sum(map(count, kind.__subclasses__()))
 
     assert len(errors.BY_CODE) == count(errors.KvdError)
+
+
+def test_every_limit_is_in_the_threat_model():
+    page = (ROOT / "SECURITY.md").read_text()
+    assert [name for name in KEYS if name.startswith("limits.") and f"`{name}`" not in page] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -13,11 +14,14 @@ import pytest
 import zmq
 
 from kvd.errors import RuntimeFolderError
+from kvd.server import server as server_module
 from kvd.server.counters import ServerCounters
 from kvd.server.endpoints import Endpoints, SocketAccess, check_socket_path
+from kvd.server.limits import Limits
 from kvd.server.lobby import Lobby
 from kvd.server.router import bind_router
 from kvd.server.watch import Watch
+from tests.service.harness import House
 
 NOT_UTF8 = Path(os.fsdecode(b"/run/\xff"))
 
@@ -84,3 +88,24 @@ def test_a_router_that_cannot_be_bound_does_not_keep_the_context_alive():
     ending.start()
     ending.join(10)
     assert not ending.is_alive()
+
+
+@pytest.mark.parametrize("part", ["Watch", "Sender", "Lobby", "MemoryGuard"])
+def test_a_server_that_cannot_be_made_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str):
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(server_module, part, fails)
+    with pytest.raises(OSError, match="Too many open files"):
+        server_module.Server(
+            House().service,
+            folder=tmp_path,
+            access=SocketAccess(),
+            control_page_fd=-1,
+            epoch=1,
+            version="",
+            limits=Limits(credits=8, sessions=8),
+        )
+    assert not list(tmp_path.iterdir())
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.block import SessionId
+from kvd.errors import InvalidRequest
+from kvd.protocol import wire
+from kvd.protocol.requests import Status
 from kvd.server.channel import Channel
 from kvd.server.guard import GROWTH_NBYTES, NUM_LOOKS, MemoryGuard
 from kvd.server.kernel import PeerCredentials, open_pidfd, parse_peer_address, peer_credentials
@@ -54,6 +57,17 @@ def test_a_pidfd_is_readable_when_the_process_ends():
 def test_a_request_id_is_found_in_what_is_no_request(request_id, tag, rest):
     frame = b"KV\x09" + msgspec.msgpack.encode([tag, request_id, *[value % 2**63 for value in rest]])
     assert request_id_of(frame) == request_id
+
+
+@pytest.mark.parametrize("request_id", [0, 2**63 - 1])
+def test_every_request_id_of_the_protocol_page_is_taken(request_id):
+    assert wire.decode_request(wire.encode(Status(request_id, 1))).request_id == request_id
+
+
+@pytest.mark.parametrize("request_id", [-1, 2**63, 2**64 - 1])
+def test_another_request_id_is_no_request(request_id):
+    with pytest.raises(InvalidRequest):
+        wire.decode_request(wire.encode(Status(request_id, 1)))
 
 
 @given(st.binary(max_size=200))

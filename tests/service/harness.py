@@ -67,11 +67,15 @@ class HandStock:
             return None
         segment = self.ready.pop(0)
         self.taken.add(segment)
+        self.num_requested = max(0, self.num_requested - 1)
         return segment
 
     def request(self, num_segments: int, *, huge_pages: bool = False) -> None:
         assert not huge_pages
-        self.num_requested = num_segments
+        self.num_requested = max(self.num_requested, num_segments)
+
+    def withdraw(self) -> None:
+        self.num_requested = 0
 
     def discard(self, segment: HostSegment) -> None:
         self.taken.remove(segment)

@@ -175,3 +175,21 @@ def test_warnings_of_the_start_stay(make_house: Callable[..., House]) -> None:
 
 def test_blocks_of_the_test_layout_are_one_page() -> None:
     assert LAYOUT.block_nbytes == 4096
+
+
+def test_memory_is_not_made_for_who_waits_no_longer(house: House) -> None:
+    house.stock.gives = False
+    dying, late, patient = house.client(gid=1), house.client(gid=2), house.client(gid=3)
+    for client in (dying, late):
+        client.open()
+        assert client.reserve(4) is None
+    assert house.stock.num_requested == 2
+    dying.die()
+    assert house.stock.num_requested == 1
+    patient.open()
+    house.pass_time(1.0)
+    assert patient.reserve(4) is None
+    assert house.stock.num_requested == 2
+    house.pass_time(2.5)  # growth_wait_s of the first one is over
+    assert error_code(late.answer()) == "out-of-memory"
+    assert house.stock.num_requested == 1

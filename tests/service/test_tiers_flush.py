@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from kvd.block import NamespaceDigest
 from kvd.errors import TierUnavailable
-from kvd.mover import Fill, Flush, Learn, Lookup, Spill
+from kvd.mover import Fill, Flush, Learn, ListNames, Lookup, Spill
 from kvd.protocol import requests
 from kvd.protocol.replies import Begun, Flushed
+from kvd.tiers.base import TierKey
+from kvd.tiers.names import name_of
 from tests.service.harness import House, error_code, expect, names
 from tests.service.tiers import TieredClient, TieredHouse
 from tests.support.dict_tier import DictTier
@@ -35,9 +38,19 @@ def opened(house: TieredHouse, **more: object) -> TieredClient:
 def flush(client: TieredClient, **fields: object) -> Flushed:
     reply = client.ask(requests.Flush, **fields)
     if reply is None:
-        client.house.run_mover(Flush)
+        for kind in (Flush, ListNames, Flush):
+            client.house.run_mover(kind)
         reply = client.answer()
     return expect(Flushed, reply)
+
+
+def unopened(tier: DictTier, *, tenant: str = "gid:100", model: str = "model") -> TierKey:
+    """A block that another daemon left in the tier, of a namespace nobody here opened."""
+    namespace = NamespaceDigest(os.urandom(32))
+    key = TierKey(namespace, EIGHT[0])
+    tier.generation(namespace, name_of(namespace, tenant=tenant, model=model))
+    tier.blocks[key] = b"x"
+    return key
 
 
 def found(client: TieredClient) -> int:
@@ -161,11 +174,72 @@ def test_tiers_are_named_when_the_thread_that_tells_them_dies() -> None:
     client = opened(house)
     for tier, expected in (("", ["host", "redis"]), ("redis", ["redis"])):
         assert client.ask(requests.Flush, tier=tier) is None
+        lose_flushes(house, 3)
+        (question,) = house.mover.waiting(ListNames)
+        house.mover.lose(question)
+        house.mover_done()
+        reply = expect(Flushed, client.answer())
+        assert (reply.untold, reply.unlisted) == (expected, expected)
+    house.close()
+
+
+def lose_flushes(house: TieredHouse, times: int) -> None:
+    for _ in range(times):
         (job,) = house.mover.waiting(Flush)
         house.mover.lose(job)
         house.mover_done()
-        assert expect(Flushed, client.answer()).untold == expected
-    house.close()
+
+
+def test_a_flush_whose_thread_dies_is_tried_again(house: TieredHouse) -> None:  # case A9
+    client = opened(house)
+    house.put_below(client, EIGHT)
+    assert client.ask(requests.Flush, namespace=client.digest) is None
+    lose_flushes(house, 2)
+    assert client.answer() is None
+    house.run_mover()
+    assert expect(Flushed, client.answer()).untold == []
+    assert not house.held_below()
+
+
+def test_one_that_fails_each_time_is_carried_out_later_and_nothing_is_read_before(  # case A9
+    house: TieredHouse,
+) -> None:
+    client = opened(house)
+    house.put_below(client, EIGHT)
+    assert client.ask(requests.Flush, namespace=client.digest) is None
+    lose_flushes(house, 3)
+    assert expect(Flushed, client.answer()).untold == ["redis"]
+    assert found(client) == 0
+    assert house.held_below() == set(EIGHT)
+    house.pass_time(6.0)
+    lose_flushes(house, 1)
+    house.pass_time(6.0)
+    house.run_mover()
+    assert not house.held_below()
+    client.die()
+    opened(house).publish(EIGHT)
+    house.run_mover()
+    assert len(house.held_below()) == 4, "it goes on under the new generation"
+
+
+def test_nor_is_what_was_not_open_then_read_before(house: TieredHouse) -> None:  # case A9
+    client = opened(house)
+    key = unopened(house.below)
+    house.below.blocks = {TierKey(key.namespace, one): b"x" for one in EIGHT}
+    assert client.ask(requests.Flush, namespace=key.namespace) is None
+    lose_flushes(house, 3)
+    expect(Flushed, client.answer())
+    # As if the namespace were opened here now.
+    assert house.service.below is not None
+    lineage = house.service.below.lineages.open(
+        house.pool, key.namespace, 2, name_of(key.namespace, tenant="gid:100", model="model")
+    )
+    house.service.below.flushing.opened(lineage)
+    assert lineage.num_flushing == 1
+    house.pass_time(6.0)
+    house.run_mover()
+    assert lineage.num_flushing == 0
+    assert not house.held_below()
 
 
 def test_a_generation_learnt_before_a_flush_is_not_used_after_it(house: TieredHouse) -> None:
@@ -252,3 +326,72 @@ def test_nor_do_nearer_tiers_keep_what_was_copied_meanwhile() -> None:  # case A
     assert not house.held_below(0)
     assert found(client) == 0
     house.close()
+
+
+def test_what_only_a_tier_holds_is_flushed_by_model_or_with_all() -> None:  # case A9
+    house = TieredHouse(tiers=[DictTier(name="host"), DictTier(name="redis")])
+    client = opened(house)
+    host, redis = house.inner
+    unopened(redis)
+    other, long = unopened(redis, model="other"), unopened(redis, model="m" * 5000)
+    near = unopened(host)
+    assert flush(client, model="model").num_namespaces == 3, "the one that is open, and one of each tier"
+    assert (set(host.blocks), set(redis.blocks)) == (set(), {other, long})
+    assert flush(client, model="m" * 5000).num_namespaces == 1
+    assert set(redis.blocks) == {other}
+    near = unopened(host)
+    unopened(redis)
+    flush(client, tier="redis")
+    assert (set(host.blocks), set(redis.blocks)) == ({near}, set())
+    unopened(redis)
+    flush(client)
+    assert (set(host.blocks), set(redis.blocks)) == (set(), set())
+    house.close()
+
+
+def test_pools_alone_ask_no_tier(house: TieredHouse) -> None:
+    client = opened(house)
+    unopened(house.below)
+    assert flush(client, tier="pool").num_namespaces == 1
+    assert house.below.blocks
+
+
+def test_nobody_reaches_another_tenants_namespaces_below() -> None:
+    house = TieredHouse(isolation="uid")
+    client, admin = house.client(uid=1000), house.client(uid=0)
+    mine, theirs = unopened(house.below, tenant="uid:1000"), unopened(house.below, tenant="uid:1001")
+    unopened(house.below, tenant="gid:100")
+    assert flush(client).num_namespaces == 1
+    assert mine not in house.below.blocks
+    assert theirs in house.below.blocks
+    assert flush(client, model="model").num_namespaces == 1, "its own again"
+    assert flush(admin).num_namespaces == 3
+    assert not house.below.blocks
+    house.close()
+
+
+def test_a_tier_that_cannot_be_asked_what_it_holds_is_named(house: TieredHouse) -> None:
+    client = opened(house)
+    left = unopened(house.below)
+    client.publish(EIGHT[:2])
+    house.tier.fail_next("names", TierUnavailable("gone"))
+    reply = flush(client)
+    assert (reply.num_namespaces, reply.num_blocks, reply.untold, reply.unlisted) == (1, 2, [], ["redis"])
+    assert left in house.below.blocks
+    assert flush(client).unlisted == []
+    assert left not in house.below.blocks
+
+
+def test_a_namespace_and_a_model_at_once_are_refused(house: TieredHouse) -> None:
+    client = opened(house)
+    client.publish(EIGHT[:2])
+    assert error_code(client.ask(requests.Flush, namespace=client.digest, model="model")) == "invalid-request"
+    assert client.match(EIGHT[:2]) == 2
+
+
+def test_what_is_opened_is_kept_with_its_name(house: TieredHouse) -> None:
+    client = opened(house, model="named", adapter="adapter", engine="raw/1")
+    (name,) = house.below.names()
+    assert name == name_of(
+        NamespaceDigest(client.digest), tenant="gid:100", model="named", engine="raw/1", adapter="adapter"
+    )

@@ -344,9 +344,13 @@ def test_match_tells_how_far_each_tier_reaches_and_pins_nothing() -> None:
 def test_match_answers_without_the_tiers_when_they_hang(house: TieredHouse) -> None:
     (client,) = opened(house)
     assert client.ask(requests.Match, 1, pack_hashes(PROMPT)) is None
+    (lookup,) = house.mover.waiting(Lookup)
+    house.mover.begin(lookup)
     house.pass_time(0.1)
     matched = client.answer()
     assert (matched.num_resident, matched.reach) == (0, [])  # type: ignore[union-attr]
+    house.mover.end(lookup)
+    house.mover_done()
 
 
 def test_a_begin_that_waits_for_another_session_gives_up_what_it_gathered(house: TieredHouse) -> None:  # case B13

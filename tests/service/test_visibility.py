@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from kvd.daemon.manager import status_line
 from kvd.service import ServiceSettings
 from kvd.service import status as service_status
 from kvd.service.visibility import CUT_TO_TENANT, TELLS_NOBODYS
@@ -98,6 +99,15 @@ def test_a_tenant_sees_which_tier_is_not_well_and_none_of_its_figures(house: Hou
     for tier in seen.tiers:
         assert (tier.num_found, tier.num_puts, tier.read_nbytes, tier.errors, tier.usage) == (0, 0, 0, {}, None)
     assert seen.warnings == [f"The redis tier is down, memory serves on: {REDIS_TIER.reason}"]
+
+
+def test_the_line_for_the_service_manager_counts_nothing_behind_walls(make_house: Callable[..., House]) -> None:
+    """Every user of the machine can read it."""
+    walled, shared = make_house(4, settings=BY_UID), make_house(4)
+    for house in (walled, shared):
+        busy(house, ALICE, "secret-model")
+    assert status_line(walled.service) == "serving /run/kvd"
+    assert status_line(shared.service) == "serving /run/kvd: 1 session, 0 of 0 MiB in pools"
 
 
 def test_every_field_of_a_snapshot_is_judged() -> None:

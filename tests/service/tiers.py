@@ -13,7 +13,7 @@ from kvd.memory import HostBlock
 from kvd.mover import Fill, Job, Learn, Spill
 from kvd.protocol import requests
 from kvd.protocol.replies import CacheOpened, Matched
-from kvd.service import Identity
+from kvd.service import Identity, Isolation
 from kvd.service.pool_rules import PoolPolicy, PoolRules, Rule
 from kvd.service.settings import TierSettings
 from kvd.tiers.base import TierKey
@@ -38,6 +38,7 @@ class TieredHouse(House):
         session_quota_blocks: int | None = None,
         client_type: type[TieredClient] | None = None,
         rules: Sequence[Rule] = (),
+        isolation: Isolation = "group",
         **changes: Any,
     ) -> None:
         """`changes` are of `TierSettings` and `PoolPolicy`; `rules` are those of pools of their own."""
@@ -45,9 +46,11 @@ class TieredHouse(House):
         self.inner = list(tiers) if tiers is not None else [DictTier(name="redis")]
         self.tiers = [FaultyTier(tier) for tier in self.inner]
         self.stack = Stack(self.tiers, lasting=[self.tiers[-1].name])
-        self.mover = HandMover(self.stack)
+        self.mover = HandMover(self.stack, lambda: self.clock.now_s)
         policy = PoolPolicy(**{name: changes.pop(name) for name in ("spill", "after_promote") if name in changes})
-        settings = replace(SETTINGS, tiers=TierSettings(**changes), pool_rules=PoolRules(rules, policy))
+        settings = replace(
+            SETTINGS, isolation=isolation, tiers=TierSettings(**changes), pool_rules=PoolRules(rules, policy)
+        )
         super().__init__(num_segments, settings=settings, mover=self.mover, session_quota_blocks=session_quota_blocks)
 
     @property

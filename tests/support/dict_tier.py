@@ -11,6 +11,7 @@ from kvd.errors import BlockCorrupt, BlockMissing, StaleGeneration, TierFull, Ti
 from kvd.status import TierStatus, TierUsage
 from kvd.tiers.base import Generation, Outcome, Read, Tier, TierKey, Write
 from kvd.tiers.counters import TierCounters
+from kvd.tiers.names import NamespaceName
 
 
 class DictTier(Tier):
@@ -21,13 +22,16 @@ class DictTier(Tier):
         self.blocks: dict[TierKey, bytes] = {}
         self._max_blocks = max_blocks
         self._generations: Counter[NamespaceDigest] = Counter()
+        self._names: dict[NamespaceDigest, NamespaceName] = {}
         self._flushed_elsewhere: list[NamespaceDigest] = []
         self._lock = threading.Lock()
         self._counters = TierCounters()
         self._closed = False
 
-    def generation(self, namespace: NamespaceDigest) -> Generation:
+    def generation(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
         self._check_open()
+        if name is not None:
+            self._names[namespace] = name
         return Generation(self._generations[namespace])
 
     def contains(self, keys: Sequence[TierKey]) -> list[bool]:
@@ -55,8 +59,14 @@ class DictTier(Tier):
         self._counters.deletes(num_deleted)
         return num_deleted
 
-    def flush(self, namespace: NamespaceDigest) -> Generation:
+    def names(self) -> list[NamespaceName]:
         self._check_open()
+        return list(self._names.values())
+
+    def flush(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
+        self._check_open()
+        if name is not None:
+            self._names[namespace] = name
         with self._lock:
             self._generations[namespace] += 1
             self.blocks = {key: data for key, data in self.blocks.items() if key.namespace != namespace}

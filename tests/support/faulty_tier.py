@@ -23,8 +23,9 @@ from kvd.block import NamespaceDigest
 from kvd.errors import TierError
 from kvd.status import TierStatus, TierUsage
 from kvd.tiers.base import Generation, Outcome, Read, Tier, TierKey, Write
+from kvd.tiers.names import NamespaceName
 
-Call = Literal["generation", "contains", "get", "put", "delete", "flush", "usage"]
+Call = Literal["generation", "contains", "get", "put", "delete", "flush", "usage", "names"]
 _Value = TypeVar("_Value")
 _Item = TypeVar("_Item", Read, Write)
 
@@ -88,8 +89,11 @@ class FaultyTier(Tier):
         finally:
             gate.release()
 
-    def generation(self, namespace: NamespaceDigest) -> Generation:
-        return self._one("generation", lambda: self.inner.generation(namespace))
+    def generation(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
+        return self._one("generation", lambda: self.inner.generation(namespace, name))
+
+    def names(self) -> list[NamespaceName]:
+        return self._one("names", self.inner.names)
 
     def contains(self, keys: Sequence[TierKey]) -> list[bool]:
         return self._one("contains", lambda: self.inner.contains(keys))
@@ -103,8 +107,8 @@ class FaultyTier(Tier):
     def delete(self, keys: Sequence[TierKey]) -> int:
         return self._one("delete", lambda: self.inner.delete(keys))
 
-    def flush(self, namespace: NamespaceDigest) -> Generation:
-        return self._one("flush", lambda: self.inner.flush(namespace))
+    def flush(self, namespace: NamespaceDigest, name: NamespaceName | None = None) -> Generation:
+        return self._one("flush", lambda: self.inner.flush(namespace, name))
 
     def was_flushed(self, namespace: NamespaceDigest) -> bool:
         return self.inner.was_flushed(namespace)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from kvd.mover import Job, Mover
@@ -14,8 +15,8 @@ JobT = TypeVar("JobT", bound=Job)
 
 
 class HandMover(Mover):
-    def __init__(self, stack: Stack) -> None:
-        super().__init__(stack)
+    def __init__(self, stack: Stack, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stack, clock=clock)
         self._jobs: list[Job] = []
 
     def submit(self, jobs: Iterable[Job]) -> None:
@@ -29,6 +30,7 @@ class HandMover(Mover):
             return []
         job = self._done.popleft()
         self._figures.took(job)
+        self._has_answered |= job.error is None
         return [job]
 
     @property
@@ -49,6 +51,7 @@ class HandMover(Mover):
             job.state = JobState.RUNNING
             self._queue._num_queued[job.rank] -= 1
             self._queue._num_running[job.rank] += 1
+            self._queue._begun_s[job] = (job.rank, self._queue._clock())
             self._queue._num_spillers += job.rank == 4
 
     def end(self, job: Job) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvd.block import ChainHash, NamespaceDigest
 from kvd.errors import BlockCorrupt, BlockMissing, StaleGeneration, TierUnavailable
 from kvd.tiers.base import Read, Tier, TierKey, Write
+from kvd.tiers.names import name_of
 
 BLOCK_NBYTES = 8192
 
@@ -151,6 +152,44 @@ class TierConformance:
         tier.put(key, fresh, generation=after)
         assert fetched(tier, key) == fresh
 
+    def test_a_named_namespace_is_listed_once_it_has_blocks(self, tier: Tier, namespace: NamespaceDigest):
+        # case A9: whoever flushes all need not have opened it.
+        name, unnamed = name_of(namespace, tenant="gid:7", model="m" * 2000, engine="e/1"), new_namespace()
+        generation = tier.generation(namespace, name)
+        tier.put(new_key(namespace), new_block(), generation=generation)
+        tier.put(new_key(unnamed), new_block(), generation=tier.generation(unnamed))
+        assert tier.generation(namespace, name) == generation
+        assert [one for one in tier.names() if one.namespace in {namespace, unnamed}] == [name]
+
+    def test_a_name_that_comes_late_changes_nothing_else(self, tier: Tier, namespace: NamespaceDigest):
+        key, data, generation = new_key(namespace), new_block(), tier.generation(namespace)
+        tier.put(key, data, generation=generation)
+        name = name_of(namespace, tenant="uid:1", model="ü")
+        assert tier.generations([namespace], {namespace: name}) == [generation]
+        assert fetched(tier, key) == data
+        assert name in tier.names()
+
+    def test_a_name_outlives_a_flush_once_there_are_blocks_again(self, tier: Tier, namespace: NamespaceDigest):
+        name = name_of(namespace, tenant="uid:1", model="model")
+        tier.generation(namespace, name)
+        tier.put(new_key(namespace), new_block(), generation=tier.flush(namespace, name))
+        assert name in tier.names()
+        tier.flush(namespace)
+        tier.put(new_key(namespace), new_block(), generation=tier.generation(namespace, name))
+        assert name in tier.names()
+
+    def test_many_are_flushed_together(self, tier: Tier):
+        spaces = [new_namespace() for _ in range(5)]
+        keys = [new_key(one) for one in spaces]
+        before = tier.generations(spaces)
+        tier.put_many([Write(key, new_block(), tier.generation(key.namespace)) for key in keys])
+        after = tier.flush_many(spaces[:4])
+        assert after == tier.generations(spaces[:4])
+        assert all(new != old for new, old in zip(after, before, strict=False))
+        assert tier.contains(keys) == [False] * 4 + [True]
+        assert tier.usage().num_blocks == 1
+        assert tier.flush_many([]) == []
+
     def test_counters_tell_what_happened(self, tier: Tier, namespace: NamespaceDigest):
         keys, generation = [new_key(namespace) for _ in range(3)], tier.generation(namespace)
         tier.put_many([Write(key, new_block(), generation) for key in keys[:2]])
@@ -197,6 +236,7 @@ class TierConformance:
             lambda: tier.put(key, new_block(), generation=generation),
             lambda: tier.delete([key]),
             lambda: tier.flush(namespace),
+            tier.names,
             tier.usage,
         ):
             with pytest.raises(TierUnavailable) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -16,12 +17,13 @@ import psutil
 import pytest
 
 from kvd.errors import BlockMissing, ConfigError, RuntimeFolderError, StaleGeneration, TierUnavailable
-from kvd.tiers import embedded_config, generation_journal
+from kvd.tiers import embedded_config, generation_journal, redis_records
 from kvd.tiers.base import Write
 from kvd.tiers.embedded import EmbeddedOptions
 from kvd.tiers.embedded_config import find_server
 from kvd.tiers.embedded_tier import EmbeddedRedisTier
 from kvd.tiers.generation_journal import GenerationJournal
+from kvd.tiers.names import name_of
 from kvd.tiers.redis_options import RedisOptions
 from kvd.tiers.stack import Stack
 from tests.support.redis_servers import DEBIAN_REDIS
@@ -99,6 +101,73 @@ def test_a_fault_that_is_over_is_not_shown_for_ever(start_tier: StartTier):
     eventually(lambda: not tier.server.last_error)
     assert tier.server.is_up
     assert "embedded_error" not in tier.status().details
+
+
+def test_a_server_that_was_killed_is_said_to_have_been_killed(start_tier: StartTier):
+    """Its last line of the log was about something else."""
+    tier = up(start_tier())
+    (folder_log := tier.server._log_path).write_text("WARNING Memory overcommit must be enabled!\n")
+    os.kill(tier.server.pid, signal.SIGKILL)
+    eventually(lambda: tier.server.num_restarts == 1)
+    assert tier.server.last_error == "the server ended by itself: killed by SIGKILL"
+    assert folder_log.exists()
+
+
+def test_a_server_that_ends_with_a_status_says_it_and_its_last_words(folder: Path, start_tier: StartTier):
+    (liar := folder / "liar").write_text(f"#!/bin/sh\necho the reason >> {folder}/redis.log\nexit 3\n")
+    liar.chmod(0o755)
+    tier = start_tier(binary=liar)
+    eventually(lambda: tier.server.last_error)
+    assert tier.server.last_error == "the server did not start: exit status 3: the reason"
+
+
+@pytest.mark.parametrize("what", ["runtime", "persistence"])
+def test_a_full_disk_is_named(folder: Path, start_tier: StartTier, what: str):
+    (disk := folder / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=0700", "none", str(disk)], check=True)
+    try:
+        kept = folder / "kept" if what == "runtime" else disk / "kept"
+        kept.mkdir(mode=0o700)
+        (kept / "kvd.rdb").write_bytes(b"no snapshot at all")  # or the server would start, and fail at its first save
+        with contextlib.suppress(OSError):
+            (disk / "filler").write_bytes(bytes(1 << 20))
+        tier = start_tier(runtime_dir=disk if what == "runtime" else folder, persistence_dir=kept)
+        eventually(lambda: tier.server.last_error)
+        full = disk if what == "runtime" else kept
+        assert tier.server.last_error.startswith("the server did not start: exit status 1: ")
+        assert tier.server.last_error.endswith(f"; the disk of {full} is full: free some space")
+        tier.close()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_folder_without_an_inode_left_is_named(folder: Path, start_tier: StartTier):
+    (disk := folder / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=2,mode=0700", "none", str(disk)], check=True)
+    try:
+        (disk / "filler").touch()
+        tier = start_tier(runtime_dir=disk)
+        eventually(lambda: tier.server.last_error)
+        assert tier.server.last_error == f"nothing can be written to {disk}: No space left on device"
+        tier.close()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_folder_that_another_daemon_took_over_keeps_its_files(folder: Path, start_tier: StartTier):
+    """Somebody removed our lock, and another daemon has its server there."""
+    first = up(start_tier())
+    for name in ("redis.sock", "redis.log"):
+        (folder / name).unlink()
+    second = up(start_tier())
+    assert second.server.pid != first.server.pid
+    os.kill(first.server.pid, signal.SIGKILL)
+    eventually(lambda: "has taken" in first.server.last_error)
+    first.close()
+    assert {path.name for path in folder.iterdir()} == {"redis.sock", "redis.log"}
+    assert second.generation(new_namespace())
+    second.close()
+    assert not list(folder.iterdir())
 
 
 def test_a_server_that_cannot_be_watched_is_ended_before_another_is_started(
@@ -188,6 +257,45 @@ def test_a_flush_outlives_a_crash_that_brings_an_older_snapshot_back(folder: Pat
     tier.close()
     again = up(start_tier(persistence_dir=folder / "kept"))
     assert again.contains([key, kept]) == [False, True]
+
+
+def test_names_outlive_restarts_and_flushes(folder: Path, start_tier: StartTier):
+    # case A9: the journal tells the server of each flush again, which must not cost a namespace its name.
+    flushed, older = new_namespace(), new_namespace()
+    names = {one: name_of(one, tenant="gid:0", model=one.hex()) for one in (flushed, older)}
+    tier = up(start_tier(persistence_dir=folder / "kept"))
+    for namespace, name in names.items():
+        tier.put(new_key(namespace), new_block(), generation=tier.generation(namespace, name))
+    tier._run([("SAVE",)])
+    tier.flush(older)  # without its name, and after the snapshot
+    key = new_key(flushed)
+    tier.put(key, new_block(), generation=tier.flush(flushed, names[flushed]))
+    tier.close()
+    again = up(start_tier(persistence_dir=folder / "kept"))
+    assert again.contains([key]) == [True]
+    assert names[flushed] in again.names()
+    os.kill(again.server.pid, signal.SIGKILL)
+    eventually(lambda: again.server.num_restarts == 1)
+    assert names[flushed] in up(again).names()
+    generation = again.generation(older, names[older])
+    again.put(new_key(older), new_block(), generation=generation)
+    assert {one.digest for one in again.names()} == {flushed.hex(), older.hex()}
+
+
+def test_records_without_blocks_are_not_kept_for_ever(start_tier: StartTier, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(redis_records, "MAX_RECORDS", 3)
+    tier = up(start_tier())
+    used, spaces = new_namespace(), [new_namespace() for _ in range(3)]
+    generation = tier.generation(used)
+    tier.put(key := new_key(used), new_block(), generation=generation)
+    before = tier.generations(spaces[:2])
+    tier.usage()
+    assert tier.generations(spaces[:2]) == before, "not too many"
+    tier.generation(spaces[2])
+    tier.usage()
+    assert tier.generation(used) == generation
+    assert tier.contains([key]) == [True]
+    assert not set(tier.generations(spaces[:2])) & set(before)
 
 
 def test_redis_hears_of_a_flush_only_once_the_journal_has_it(

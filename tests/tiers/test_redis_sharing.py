@@ -9,6 +9,8 @@ import pytest
 from kvd.block import NamespaceDigest
 from kvd.errors import BlockMissing, StaleGeneration, TierUnavailable
 from kvd.tiers.base import Read, Write
+from kvd.tiers.names import encode_name, name_of
+from kvd.tiers.redis_generations import with_name
 from kvd.tiers.redis_tier import RedisTier
 from kvd.tiers.resp_connection import Reply, RespConnection
 from tests.support.clock import FakeClock
@@ -217,6 +219,42 @@ def test_a_generation_that_was_evicted_never_comes_back(server: RealServer, two_
     other.generation(namespace)
     for tier in two_daemons:
         assert tier.contains([key]) == [False]
+
+
+def test_a_daemon_lists_what_another_one_named(server: RealServer, connect_tier: ConnectTier, namespace):
+    # case A9
+    name = name_of(namespace, tenant="gid:1", model="model")
+    prefix = f"names{namespace.hex()[:8]}:"
+    with connect_tier(server.url, prefix=prefix) as before:
+        before.put(new_key(namespace), new_block(), generation=before.generation(namespace, name))
+    after = connect_tier(server.url, prefix=prefix)
+    with server.client() as client:
+        # Of before names were kept; of nobody; and one that would have another namespace flushed.
+        client.set(f"{prefix}g:{'1' * 32}", "created:0123456789abcdef")
+        client.set(f"{prefix}g:{'2' * 32}", "nonsense")
+        client.set(f"{prefix}g:{'3' * 32}", b"created:0123456789abcdef " + encode_name(name))
+        client.set(f"{prefix}g:{'4' * 32}", b"created:0123456789abcdef {}")
+        client.rpush(f"{prefix}g:{'5' * 32}", "a list")
+    assert after.names() == [name]
+    assert connect_tier(server.url).names() == []
+
+
+def test_naming_a_generation_never_brings_it_back(server: RealServer, two_daemons, namespace):
+    # case A9: one daemon reads the record, another flushes, the first writes what it read with the name added.
+    one, other = two_daemons
+    old, name = one.generation(namespace), name_of(namespace, tenant="gid:1", model="model")
+    new = []
+
+    def flushed_meanwhile(record: object) -> bytes | None:
+        if not new:
+            new.append(other.flush(namespace))
+        return with_name(record, name)
+
+    one._nodes.control.amend(one._keys.generation(namespace), flushed_meanwhile)
+    assert one.generation(namespace) == new[0] != old
+    assert one.generation(namespace, name) == new[0]
+    assert one.was_flushed(namespace)
+    assert name in other.names()
 
 
 def test_blocks_expire_and_their_usage_with_them(server: RealServer, connect_tier: ConnectTier, namespace):

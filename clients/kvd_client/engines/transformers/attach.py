@@ -1,15 +1,21 @@
-"""`attach`: a prompt and a model in, a `KvdCache` with the longest cached prefix out."""
+"""`attach`: prompts and a model in, a `KvdCache` with the longest cached prefixes out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from kvd.errors import EngineUnsupported, InvalidRequest
 from kvd.hashing import Namespace
 from kvd_client.client import Client
 from kvd_client.engines.transformers.cache import KvdCache
 from kvd_client.engines.transformers.guard import GuardedModel
 from kvd_client.engines.transformers.identity import model_identity
+from kvd_client.engines.transformers.step_checks import check_mask, padding_of
 from kvd_client.engines.transformers.support import layout_of, require_eval, unwrap
+from kvd_client.sequence import Sequence
 from kvd_client.verb import Tokens
 
 
@@ -37,6 +43,7 @@ def attach(
     model: Any,
     input_ids: Tokens,
     *,
+    attention_mask: torch.Tensor | None = None,
     max_tokens: int | None = None,
     wait_s: float | None = None,
     materialize: bool = False,
@@ -48,9 +55,11 @@ def attach(
 ) -> KvdCache:
     """A cache for `model.generate(input_ids, cache=...)` with the longest cached prefix of `input_ids` mapped.
 
-    `input_ids` is a [1, n] tensor or a list of n ids; at most n - 1 are attached. `max_tokens` bounds prompt and
-    generated tokens together (default: n + 1024). When another process is computing the same prompt, attach waits for
-    it up to `wait_s` seconds (None: the daemon's default; 0: never). `materialize` copies the prefix into private
+    `input_ids` is a [1, n] tensor or a list of n ids; at most n - 1 are attached. Of a batch [rows, n] each row is a
+    sequence of its own; rows are padded on the left, and `attention_mask` [rows, n] says where, as `generate` wants it.
+    `max_tokens` bounds prompt and generated tokens of a row together (default: its own tokens + 1024). When another
+    process is computing the same prompt, attach waits for it up to `wait_s` seconds (None: the daemon's default, and
+    not at all for rows after the first; 0: never). `materialize` copies the prefix into private
     memory packed by layer. With `checksums` what this cache publishes carries them, and `verify` compares those of the
     prefix. Without `publish` nothing is shared before `commit`. Equal
     prompts under another `salt` don't meet.
@@ -61,12 +70,42 @@ def attach(
     inner = unwrap(model)
     space = namespace(inner, block_tokens=block_tokens, salt=salt)
     cache = client.cache(**_arguments(space), checksums=checksums)
-    sequence = cache.sequence(input_ids, max_tokens, wait_s=wait_s, materialize=materialize, verify=verify)
+    sequences: list[Sequence] = []
+    paddings: list[int] = []
     try:
-        return KvdCache(sequence, GuardedModel(inner), publish=publish)
+        for ids, padding in _prompts(input_ids, attention_mask):
+            # While it holds announcements of one row a session that waits for others might have them wait for it.
+            row_wait_s = 0.0 if sequences and wait_s is None else wait_s
+            sequence = cache.sequence(ids, max_tokens, wait_s=row_wait_s, materialize=materialize, verify=verify)
+            sequences.append(sequence)
+            paddings.append(padding)
+        kvd_cache = KvdCache(sequences, GuardedModel(inner), paddings=paddings, publish=publish)
     except BaseException:
-        sequence.close()
+        for sequence in sequences:
+            sequence.close()
         raise
+    held_on, runs_on = kvd_cache.rows[0].device.type, inner.device.type
+    if held_on != runs_on:
+        kvd_cache.close()
+        raise EngineUnsupported(
+            f"{type(inner).__name__} runs on {runs_on} and this daemon's memory is on {held_on}: use "
+            f"model.to({held_on!r}), or give the daemon a pool on {runs_on}"
+        )
+    return kvd_cache
+
+
+def _prompts(input_ids: Tokens, mask: torch.Tensor | None) -> Iterator[tuple[Tokens, int]]:
+    """(ids, columns of padding) of each row."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
+        if mask is not None:
+            raise InvalidRequest("an attention_mask goes with input_ids of shape [rows, n]")
+        yield input_ids, 0
+        return
+    num_rows, num_columns = input_ids.shape
+    paddings = padding_of(mask, num_rows)
+    check_mask(mask, paddings, num_columns)
+    for row, padding in zip(input_ids, paddings, strict=True):
+        yield row[padding:], padding
 
 
 def _arguments(space: Namespace) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Checks put onto a model while a `KvdCache` is attached, so that no cache is used for tokens it does not hold.
 
-Two places see what the cache itself cannot. `generate` cuts the cached tokens off before it calls the model, so only
-there can the whole prompt be compared with the cached one. The decoder's forward pass gets the ids of the new tokens,
-which are the names of the blocks they fill. Both checks look only at calls that pass a `KvdCache`; everything else goes
-through untouched, and the last cache that closes takes them off. A cache that is dropped without `close` leaves them
-on, which harms nothing.
+Three places see what the cache itself cannot. `generate` cuts the cached tokens off before it calls the model, so only
+there can the whole prompt be compared with the cached one, and only there is it known that every row will be wanted
+several times (beams). Assisted decoding gives the model the whole prompt at its first step, cached or not. The
+decoder's forward pass gets the ids of the new tokens, which are the names of the blocks they fill. All look only at
+calls that pass a `KvdCache`; everything else goes through untouched, and the last cache that closes takes them off. A
+cache that is dropped without `close` leaves them on, which harms nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from kvd.errors import ClientClosed, EngineUnsupported, InvalidRequest, InvalidTokens, SequenceTooLong
+from kvd.errors import ClientClosed, EngineUnsupported
 from kvd_client.engines.transformers.cache import KvdCache
 from kvd_client.engines.transformers.identity import state_stamp
+from kvd_client.engines.transformers.row_attention import switch_attention
+from kvd_client.engines.transformers.support import layer_windows
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What transformers calls the argument; the second is the older name."""
@@ -37,6 +40,7 @@ class GuardedModel:
         self._reference = weakref.ref(model)
         self._decoder = weakref.ref(model.get_decoder())
         self._stamp = state_stamp(model)
+        self.windows = layer_windows(model)
 
     def put_on(self) -> None:
         """Puts the checks onto the model, unless another cache has. Raises `ClientClosed` when the model is gone."""
@@ -59,6 +63,16 @@ class GuardedModel:
             if checks.num_caches == 0:
                 checks.remove(model)
                 del _checks[model]
+
+    def attend_by_rows(self) -> None:
+        """Switches the model's attention functions, once. Raises `EngineUnsupported`."""
+        model = self._reference()
+        if model is None:
+            raise ClientClosed("the model of this KvdCache is gone")
+        with _lock:
+            checks = _checks[model]
+            if checks.undo_attention is None:
+                checks.undo_attention = switch_attention(model)
 
     def is_decoder(self, module: torch.nn.Module) -> bool:
         """Whether this is the very module; a deepcopy of it has the checks too, but other weights perhaps."""
@@ -86,9 +100,16 @@ class _Checks:
             if cache is not None:
                 cache.end_step()
 
+        def cut(
+            module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            return _without_cached(args, kwargs)
+
         self.num_caches = 0
         self.own_generate = vars(model).get("generate")
+        self.undo_attention: Callable[[], None] | None = None
         self._hooks = (
+            model.register_forward_pre_hook(cut, with_kwargs=True),
             decoder.register_forward_pre_hook(before, with_kwargs=True),
             decoder.register_forward_hook(after, with_kwargs=True),
         )
@@ -98,6 +119,8 @@ class _Checks:
     def remove(self, model: PreTrainedModel) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self.undo_attention is not None:
+            self.undo_attention()
         del model.generate
         if self.own_generate is not None:
             model.generate = self.own_generate
@@ -111,6 +134,18 @@ def _cache_in(arguments: Mapping[str, Any]) -> KvdCache | None:
     return None
 
 
+def _without_cached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The first step of assisted decoding without the columns that the cache holds."""
+    cache = _cache_in(kwargs)
+    if cache is None or cache.is_closed:
+        return None
+    input_ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+    num_cut = cache.num_columns_to_cut(positions)
+    if not num_cut or input_ids is None or positions is None or input_ids.shape[1] <= num_cut:
+        return None
+    return args, kwargs | {"input_ids": input_ids[:, num_cut:], "position_ids": positions[..., num_cut:]}
+
+
 def _before_forward(decoder: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
     cache = _cache_in(arguments)
     if cache is None:
@@ -118,86 +153,71 @@ def _before_forward(decoder: torch.nn.Module, arguments: Mapping[str, Any]) -> N
     input_ids = arguments.get("input_ids")
     if input_ids is None:
         raise EngineUnsupported("inputs_embeds cannot be compared with cached tokens: pass input_ids")
-    _require_one_row(input_ids)
-    _require_plain_mask(arguments.get("attention_mask"), cache.sequence.num_tokens + input_ids.shape[1])
-    cache.begin_step(decoder, input_ids[0].tolist(), arguments.get("position_ids"))
-
-
-def _require_one_row(input_ids: torch.Tensor) -> None:
-    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
-        raise EngineUnsupported(
-            f"input_ids of shape {list(input_ids.shape)} over a cache of one sequence: beams, num_return_sequences and "
-            f"batches are not served; attach one cache a sequence"
-        )
-
-
-def _require_plain_mask(mask: Any, num_tokens: int) -> None:
-    """Keys depend on what the mask let their token see, so only the mask that hides nothing gives sharable ones."""
-    if mask is None:
-        return
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        raise EngineUnsupported("a custom attention mask changes the KV of every later layer: pass a 2D mask, or none")
-    if mask.shape[1] != num_tokens:
-        raise InvalidRequest(
-            f"the attention mask covers {mask.shape[1]} tokens, cached and new ones are {num_tokens}: pass the mask of "
-            f"the whole sequence, or none"
-        )
-    if not bool(mask.all()):
-        raise InvalidRequest("the attention mask hides tokens (padding): a prompt over a KvdCache needs none")
+    cache.begin_step(decoder, input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
 
 
 def _checked_generate(self: PreTrainedModel, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`generate`, after the prompt was compared with what a `KvdCache` among the arguments holds."""
-    cache = _cache_in(kwargs)
-    if cache is not None:
-        _check_prompt(cache, inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+    """`generate`, after the prompt was compared with what a `KvdCache` among the arguments holds.
+
+    Where every row is wanted several times, and the cache has it once, `generate` gets a fork with the rows repeated,
+    so that the caller's own cache is afterwards what it was.
+    """
     checks = _checks.get(self)
     own = checks.own_generate if checks is not None else None
-    if own is not None:
-        return own(inputs, *args, **kwargs)
-    return type(self).generate(self, inputs, *args, **kwargs)
+    generate = own if own is not None else types.MethodType(type(self).generate, self)
+    name = next((each for each in CACHE_NAMES if isinstance(kwargs.get(each), KvdCache)), None)
+    if name is None:
+        return generate(inputs, *args, **kwargs)
+    cache: KvdCache = kwargs[name]
+    repeats = _check_prompt(self, cache, inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+    used = cache if repeats == 1 else cache.repeated(repeats)
+    result = None
+    try:
+        result = generate(inputs, *args, **(kwargs | {name: used}))
+        return result
+    finally:
+        used.end_recording()
+        if used is not cache and getattr(result, "cache", None) is not used:
+            used.close()
 
 
-def _check_prompt(cache: KvdCache, input_ids: Any, kwargs: Mapping[str, Any]) -> None:
-    sequence = cache.sequence
-    if sequence.closed:
-        raise ClientClosed("this KvdCache was closed; attach again")
+def _check_prompt(model: PreTrainedModel, cache: KvdCache, input_ids: Any, kwargs: Mapping[str, Any]) -> int:
+    """How often every row of the cache must be repeated first. Raises what stands in the way."""
+    cache.require_open()
     if input_ids is None:
         raise EngineUnsupported("generate over a KvdCache needs input_ids, to compare them with the cached tokens")
-    _require_one_row(input_ids)
-    _require_one_sequence(kwargs)
-    num_ids, num_held = input_ids.shape[1], sequence.num_tokens
-    mask = kwargs.get("attention_mask")
-    if mask is None or mask.shape[-1] == num_ids:
-        # transformers takes these ids for the whole sequence and cuts the first num_held of them off.
-        if num_held >= num_ids:
-            raise InvalidRequest(
-                f"the cache holds {num_held} tokens and input_ids has {num_ids}: pass the whole sequence with at least "
-                f"one token more than the cache (after generate: its output and what follows)"
-            )
-        try:
-            sequence.require_prefix_of(input_ids)
-        except InvalidTokens as error:
-            raise InvalidRequest(f"this KvdCache holds other tokens than input_ids: {error}") from error
-        num_total = num_ids
-    else:
-        num_total = num_held + num_ids
-        _require_plain_mask(mask, num_total)
-    max_new_tokens = kwargs.get("max_new_tokens") or getattr(kwargs.get("generation_config"), "max_new_tokens", None)
-    if max_new_tokens and num_total + max_new_tokens - 1 > sequence.max_tokens:
-        raise SequenceTooLong(
-            f"{num_total} tokens and {max_new_tokens} new ones need "
-            f"attach(..., max_tokens={num_total + max_new_tokens}); this cache was attached for {sequence.max_tokens}"
-        )
-
-
-def _require_one_sequence(kwargs: Mapping[str, Any]) -> None:
-    config = kwargs.get("generation_config")
-    for name in ("num_beams", "num_return_sequences"):
-        number = kwargs.get(name, getattr(config, name, None))
-        if number is not None and number > 1:
-            raise EngineUnsupported(
-                f"{name}={number} over a KvdCache, which holds one sequence; attach one cache a sequence"
-            )
     if kwargs.get("use_cache") is False:
         raise EngineUnsupported("use_cache=False and a KvdCache exclude each other; leave one of them out")
+    wanted = max(setting(model, kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    num_rows: int = len(cache.rows)
+    num_wanted: int = input_ids.shape[0] * wanted
+    if input_ids.dim() != 2 or num_rows not in {input_ids.shape[0], num_wanted}:
+        holds = "one sequence" if num_rows == 1 else f"{num_rows} sequences"
+        raise EngineUnsupported(
+            f"input_ids of shape {list(input_ids.shape)} over a cache of {holds}: attach with the whole batch"
+        )
+    mask = kwargs.get("attention_mask")
+    if num_rows == num_wanted:
+        # The caller repeated the rows himself, or nobody needs to.
+        input_ids = input_ids.repeat_interleave(wanted, dim=0)
+        mask = mask.repeat_interleave(wanted, dim=0) if mask is not None and mask.dim() == 2 else mask
+    num_ids = input_ids.shape[1]
+    if mask is None or mask.shape[-1] == num_ids:
+        # transformers takes these ids for the whole sequence and cuts off as many of them as the cache holds.
+        cache.require_prompt(input_ids, mask)
+        num_columns = num_ids
+    else:
+        num_columns = cache.get_seq_length() + num_ids
+    max_new_tokens = setting(model, kwargs, "max_new_tokens")
+    if max_new_tokens:
+        cache.require_room(num_columns, max_new_tokens)
+    return num_wanted // num_rows
+
+
+def setting(model: PreTrainedModel, kwargs: Mapping[str, Any], name: str) -> Any:
+    """What `generate` will take for it: an argument, else the given generation configuration, else the model's own."""
+    for source in (kwargs.get("generation_config"), model.generation_config):
+        found = kwargs.get(name) if kwargs.get(name) is not None else getattr(source, name, None)
+        if found is not None:
+            return found
+    return None

@@ -91,10 +91,12 @@ def _positional(model: PreTrainedModel) -> str:
     config = decoder_config(model)
     settings = {key: value for key, value in config.to_dict().items() if key not in _HARMLESS and key[:1] != "_"}
     rope = settings.pop("rope_parameters", None) or settings.pop("rope_scaling", None)
+    # Models with several kinds of layers have a table for each, full_attention_inv_freq and so on.
     rotary = [
-        (path, getattr(module, "attention_scaling", 1.0), _rounded(module.inv_freq))
+        (path, name, getattr(module, name.removesuffix("inv_freq") + "attention_scaling", 1.0), _rounded(table))
         for path, module in model.named_modules()
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+        for name, table in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and "original" not in name
     ]
     return _canonical(
         {

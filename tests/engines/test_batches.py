@@ -1,0 +1,232 @@
+"""Batches: every row a sequence of its own, padding on the left, and the tokens of a run without kvd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import kvd_client
+from kvd.errors import EngineUnsupported, InvalidRequest
+from kvd_client.engines.transformers import attach
+from tests.engines.tiny import batch, greedy, prompt, tiny_model, windowed_model
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_model()
+
+
+def generate(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], num_new: int = 8, **arguments: Any
+) -> torch.Tensor:
+    return greedy(model, inputs["input_ids"], num_new, attention_mask=inputs["attention_mask"], **arguments)
+
+
+def warm(client: kvd_client.Client, model: PreTrainedModel, salt: str, *prompts: torch.Tensor) -> None:
+    for ids in prompts:
+        with attach(client, model, ids, salt=salt) as cache:
+            greedy(model, ids, 1, cache=cache)
+
+
+MIXES = {
+    "one length": (prompt(100), prompt(100, seed=2)),
+    "three lengths": (prompt(40, seed=2), prompt(100), prompt(77, seed=3)),
+    "a common beginning": (prompt(100), torch.cat([prompt(100)[:, :64], prompt(20, seed=4)], dim=1)),
+    "one row": (prompt(50),),
+    "a single token": (prompt(1, seed=5), prompt(40)),
+}
+
+
+# case E2
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("num_warm", [0, 1, 3])
+def test_a_batch_gives_the_tokens_of_a_run_without_kvd(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str, mix: str, num_warm: int
+) -> None:
+    """Cold, with one row found, with all of them found: prefixes of several lengths, some rows go on earlier."""
+    inputs = batch(*MIXES[mix])
+    warm(client, model, salt, *MIXES[mix][:num_warm])
+    expected = generate(model, inputs)
+    with attach(client, model, **inputs, salt=salt) as cache:
+        if num_warm:
+            assert cache.num_cached_tokens >= (MIXES[mix][0].shape[1] - 1) // 16 * 16
+        assert torch.equal(generate(model, inputs, cache=cache), expected)
+        assert cache.num_copied_bytes == 0
+        for row, ids in zip(cache.rows, MIXES[mix], strict=True):
+            assert row.num_tokens == ids.shape[1] + 7
+            assert row.token_ids[: ids.shape[1]] == ids[0].tolist()
+
+
+# case E2
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_families_and_attentions(client: kvd_client.Client, salt: str, family: str, attention: str) -> None:
+    model = tiny_model(family, attention=attention)
+    prompts = MIXES["three lengths"]
+    inputs = batch(*prompts)
+    warm(client, model, salt, prompts[1])
+    with attach(client, model, **inputs, salt=salt) as cache:
+        assert torch.equal(generate(model, inputs, cache=cache), generate(model, inputs))
+    assert model.config._attn_implementation == attention
+
+
+# case E2
+def test_what_a_batch_computes_is_found_by_each_prompt_alone(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    prompts = MIXES["three lengths"]
+    inputs = batch(*prompts)
+    with attach(client, model, **inputs, salt=salt) as cache:
+        generate(model, inputs, 20, cache=cache)
+    for ids in prompts:
+        with attach(client, model, ids, salt=salt) as cache:
+            assert cache.num_cached_tokens == (ids.shape[1] - 1) // 16 * 16
+            assert torch.equal(greedy(model, ids, cache=cache), greedy(model, ids))
+
+
+# case E2
+@pytest.mark.parametrize("chunk", [3, 30, 200])
+def test_a_batch_is_prefilled_in_chunks(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str, chunk: int
+) -> None:
+    prompts = MIXES["three lengths"]
+    inputs = batch(*prompts)
+    warm(client, model, salt, prompts[0])
+    with attach(client, model, **inputs, salt=salt) as cache:
+        assert torch.equal(generate(model, inputs, cache=cache, prefill_chunk_size=chunk), generate(model, inputs))
+
+
+# case E2
+@pytest.mark.parametrize("family", ["gemma3", "gemma2", "mistral"])
+def test_windows_and_padding_together(client: kvd_client.Client, salt: str, family: str) -> None:
+    model = windowed_model(family)
+    prompts = MIXES["three lengths"]
+    inputs = batch(*prompts)
+    warm(client, model, salt, prompts[0], prompts[1])
+    with attach(client, model, **inputs, salt=salt) as cache:
+        assert cache.num_cached_tokens >= 32 + 96
+        assert torch.equal(generate(model, inputs, 30, cache=cache), generate(model, inputs, 30))
+
+
+def test_a_batch_goes_on_with_the_next_turn(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    inputs = batch(*MIXES["three lengths"])
+    with attach(client, model, **inputs, salt=salt) as cache:
+        output = generate(model, inputs, cache=cache)
+        more = torch.cat([prompt(9, seed=number) for number in range(3)])
+        ids = torch.cat([output, more], dim=1)
+        grown = ids.shape[1] - inputs["input_ids"].shape[1]
+        turn = {
+            "input_ids": ids,
+            "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(3, grown, dtype=torch.long)], dim=1),
+        }
+        assert torch.equal(generate(model, turn, cache=cache), generate(model, turn))
+
+
+def test_rows_can_be_chosen_repeated_and_cropped(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    prompts = MIXES["three lengths"]
+    inputs = batch(*prompts)
+    with attach(client, model, **inputs, salt=salt) as cache:
+        generate(model, inputs, cache=cache)
+        cache.crop(-10)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_repeat_interleave(2)
+        chosen = {name: tensor[[2, 2, 0, 0]] for name, tensor in inputs.items()}
+        assert cache.batch_size == 4
+        assert torch.equal(generate(model, chosen, cache=cache), generate(model, chosen))
+
+
+def test_padding_makes_no_other_prompt(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    """What is padded in one batch and not in another is found all the same."""
+    ids = prompt(50)
+    padded = batch(ids, prompt(70, seed=2))
+    one_row = {name: tensor[:1] for name, tensor in padded.items()}
+    warm(client, model, salt, ids)
+    with attach(client, model, **one_row, salt=salt) as cache:
+        assert cache.num_cached_tokens == 48
+        assert torch.equal(generate(model, one_row, cache=cache), generate(model, one_row))
+
+
+def test_the_mask_is_learned_by_an_empty_cache(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    inputs = batch(*MIXES["three lengths"])
+    with attach(client, model, **inputs, salt=salt) as cache:
+        generate(model, inputs, cache=cache)
+        cache.reset()
+        other = batch(prompt(30, seed=7), prompt(20, seed=8), prompt(33, seed=9))
+        assert torch.equal(generate(model, other, cache=cache), generate(model, other))
+
+
+# case E2
+@pytest.mark.parametrize("wrong", ["none", "other padding", "a hole", "padding on the right"])
+def test_another_mask_is_refused_before_anything_is_written(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str, wrong: str
+) -> None:
+    prompts = MIXES["three lengths"]
+    inputs = batch(*prompts)
+    mask = inputs["attention_mask"].clone()
+    if wrong == "other padding":
+        mask[0, :70] = 0
+    elif wrong == "a hole":
+        mask[1, 40] = 0
+    elif wrong == "padding on the right":
+        mask[1, -3:] = 0
+    with attach(client, model, **inputs, salt=salt) as cache:
+        with torch.no_grad(), pytest.raises(InvalidRequest, match="mask"):
+            model(inputs["input_ids"], attention_mask=None if wrong == "none" else mask, cache=cache)
+        assert torch.equal(generate(model, inputs, cache=cache), generate(model, inputs))
+    if wrong in {"a hole", "padding on the right"}:
+        with pytest.raises(InvalidRequest, match="mask"):
+            attach(client, model, inputs["input_ids"], attention_mask=mask, salt=salt)
+
+
+# case A8
+def test_one_row_with_other_tokens_refuses_the_batch(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    prompts = MIXES["three lengths"]
+    inputs = batch(*prompts)
+    warm(client, model, salt, *prompts)
+    wrong = {"input_ids": inputs["input_ids"].clone(), "attention_mask": inputs["attention_mask"]}
+    wrong["input_ids"][2, 30] = wrong["input_ids"][2, 30] % 127 + 1
+    with attach(client, model, **inputs, salt=salt) as cache:
+        with pytest.raises(InvalidRequest, match="only the first 7 are the prompt's"):
+            generate(model, wrong, cache=cache)
+        with pytest.raises(EngineUnsupported, match="3 sequences"):
+            greedy(model, prompts[1], cache=cache)
+        assert torch.equal(generate(model, inputs, cache=cache), generate(model, inputs))
+
+
+class OwnAttention(torch.nn.Module):
+    """An attention that takes keys and values into its own hands, as older model files do."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.layer_idx = inner.layer_idx
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, cache: Any = None, **kwargs: Any) -> Any:
+        shape = (*hidden_states.shape[:2], -1, 16)
+        queries = self.inner.k_proj(hidden_states).view(shape).transpose(1, 2)
+        keys, _ = cache.update(queries, queries, self.layer_idx)
+        mixed = torch.matmul(torch.matmul(queries, keys.transpose(2, 3)).softmax(-1), keys)
+        return mixed.transpose(1, 2).flatten(2).repeat(1, 1, 2), None
+
+
+def test_a_model_with_its_own_attention_is_refused_for_batches(client: kvd_client.Client, salt: str) -> None:
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn = OwnAttention(layer.self_attn)
+    inputs = batch(prompt(20), prompt(30))
+    with attach(client, model, **inputs, salt=salt) as cache, pytest.raises(EngineUnsupported, match="by itself"):
+        generate(model, inputs, cache=cache)
+
+
+def test_a_model_with_another_attention_function_is_refused_for_batches(client: kvd_client.Client, salt: str) -> None:
+    model = tiny_model()
+    inputs = batch(prompt(20), prompt(30))
+    with attach(client, model, **inputs, salt=salt) as cache:
+        model.config._attn_implementation_internal = "flex_attention"
+        with pytest.raises(EngineUnsupported, match="flex_attention"):
+            generate(model, inputs, cache=cache)

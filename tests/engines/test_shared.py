@@ -1,0 +1,227 @@
+"""`shared(model)`: plain `generate` over the cache, and as before where that cannot be."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+import kvd_client
+from kvd.cli.demo.daemon import private_daemon
+from kvd_client.engines.transformers import KvdCache, attach, shared
+from tests.engines.test_batches import OwnAttention
+from tests.engines.tiny import batch, greedy, prompt, tiny_model
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model()
+
+
+def padded() -> dict[str, torch.Tensor]:
+    return batch(prompt(40, seed=2), prompt(), prompt(77, seed=3))
+
+
+CALLS: dict[str, Callable[[PreTrainedModel], torch.Tensor]] = {
+    "greedy": lambda model: model.generate(prompt(), max_new_tokens=8, do_sample=False),
+    "ids by name": lambda model: model.generate(input_ids=prompt(), max_new_tokens=8),
+    "the default number of tokens": lambda model: model.generate(prompt()),
+    "the greatest length": lambda model: model.generate(prompt(), max_length=120),
+    "a padded batch": lambda model: model.generate(**padded(), max_new_tokens=8),
+    "a padded batch without its mask": lambda model: model.generate(padded()["input_ids"], max_new_tokens=8),
+    "beams": lambda model: model.generate(prompt(), max_new_tokens=8, num_beams=3, num_return_sequences=2),
+    "an assistant": lambda model: model.generate(prompt(), max_new_tokens=8, assistant_model=tiny_model(seed=3)),
+    "looking up": lambda model: model.generate(prompt(), max_new_tokens=8, prompt_lookup_num_tokens=3),
+    "chunks": lambda model: model.generate(prompt(), max_new_tokens=8, prefill_chunk_size=30),
+}
+
+
+# case E2
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_plain_call_is_served(client: kvd_client.Client, model: PreTrainedModel, salt: str, call: str) -> None:
+    expected = CALLS[call](model)
+    with shared(model, client, salt=salt) as statistics:
+        assert torch.equal(CALLS[call](model), expected)
+        assert statistics.num_cached_tokens == 0
+        assert torch.equal(CALLS[call](model), expected)
+        assert (statistics.num_calls, statistics.num_served, statistics.last_reason) == (2, 2, "")
+        assert statistics.num_cached_tokens >= 96
+        assert statistics.hit_rate == statistics.num_cached_tokens / statistics.num_prompt_tokens
+    assert "generate" not in vars(model)
+
+
+def embeddings(model: PreTrainedModel) -> torch.Tensor:
+    return model.get_input_embeddings()(prompt()).detach()
+
+
+NOT_SERVED: dict[str, tuple[str, Callable[[PreTrainedModel], torch.Tensor]]] = {
+    "no cache": ("use_cache", lambda model: model.generate(prompt(), max_new_tokens=4, use_cache=False)),
+    "another kind of cache": (
+        "cache_implementation",
+        lambda model: model.generate(prompt(), max_new_tokens=4, cache_implementation="static"),
+    ),
+    "embeddings": (
+        "inputs_embeds",
+        lambda model: model.generate(inputs_embeds=embeddings(model), max_new_tokens=4),
+    ),
+    "a mask with a hole": (
+        "mask",
+        lambda model: model.generate(
+            prompt(), attention_mask=torch.ones(1, 100).index_fill(1, torch.tensor([5]), 0), max_new_tokens=4
+        ),
+    ),
+    "token types": (
+        "token types",
+        lambda model: model.generate(prompt(), token_type_ids=torch.ones_like(prompt()), max_new_tokens=4),
+    ),
+}
+
+
+# case E2
+@pytest.mark.parametrize("call", NOT_SERVED)
+def test_what_cannot_be_served_runs_as_before_and_says_why_once(
+    client: kvd_client.Client, salt: str, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    reason, generate = NOT_SERVED[call]
+    model = tiny_model()
+    if call == "token types":
+        # A model that takes them; what it does with them does not matter here.
+        inner = model.forward
+
+        def forward(*args: Any, token_type_ids: Any = None, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs)
+
+        model.forward = forward
+        model._validate_model_kwargs = lambda _: None
+    expected = generate(model)
+    with caplog.at_level(logging.WARNING), shared(model, client, salt=salt) as statistics:
+        for _ in range(2):
+            assert torch.equal(generate(model), expected)
+        assert statistics.num_served == 0
+        assert reason in statistics.last_reason
+    told = [record for record in caplog.records if record.name.startswith("kvd_client")]
+    assert len(told) == 1
+    assert reason in told[0].getMessage()
+
+
+def test_a_model_that_kvd_does_not_know_runs_as_before(client: kvd_client.Client) -> None:
+    model = tiny_model().train()
+    torch.manual_seed(0)
+    expected = greedy(model, prompt())
+    with shared(model, client) as statistics:
+        torch.manual_seed(0)
+        assert torch.equal(greedy(model, prompt()), expected)
+        assert "training" in statistics.last_reason
+
+
+class Counted(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+def test_what_is_found_out_at_the_first_step_runs_as_before(client: kvd_client.Client, salt: str) -> None:
+    """Padding over a model with its own attention: known only when it attends. The prompt is streamed once."""
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn = OwnAttention(layer.self_attn)
+    ids = torch.nn.functional.pad(prompt(20), (4, 0))
+    arguments = {"attention_mask": (ids != 0).long(), "max_new_tokens": 4, "do_sample": False}
+    expected, streamer = model.generate(ids, **arguments), Counted()
+    with shared(model, client, salt=salt) as statistics:
+        assert torch.equal(model.generate(ids, **arguments, streamer=streamer), expected)
+        assert "by itself" in statistics.last_reason
+    assert streamer.tokens == expected[0].tolist()
+
+
+def test_the_callers_own_caches_pass_through(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    with shared(model, client, salt=salt) as statistics:
+        own = DynamicCache(config=model.config)
+        assert torch.equal(greedy(model, prompt(), cache=own), greedy(tiny_model(), prompt()))
+        with attach(client, model, prompt(), salt=salt) as cache:
+            assert torch.equal(greedy(model, prompt(), cache=cache), greedy(tiny_model(), prompt()))
+        assert statistics.num_calls == 0
+
+
+def test_a_returned_cache_serves_the_next_turn(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    with shared(model, client, salt=salt):
+        result = greedy(model, prompt(), return_dict_in_generate=True)
+        assert isinstance(result.cache, KvdCache)
+        turn = torch.cat([result.sequences, prompt(9, seed=4)], dim=1)
+        assert torch.equal(greedy(model, turn, cache=result.cache), greedy(tiny_model(), turn))
+        result.cache.close()
+
+
+# case E2
+def test_a_conversation_finds_each_earlier_turn(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    with shared(model, client, salt=salt) as statistics:
+        ids, held = prompt(), 0
+        for turn in range(3):
+            before = statistics.num_cached_tokens
+            output = greedy(model, ids, 30, attention_mask=torch.ones_like(ids))
+            assert statistics.num_cached_tokens - before == held // 16 * 16
+            assert torch.equal(output, greedy(tiny_model(), ids, 30, attention_mask=torch.ones_like(ids)))
+            held = output.shape[1] - 1
+            ids = torch.cat([output, prompt(20, seed=10 + turn)], dim=1)
+
+
+def test_several_threads_at_once(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    prompts = [torch.cat([prompt()[:, :64], prompt(20, seed=seed)], dim=1) for seed in range(4)]
+    expected = [greedy(model, ids, 20) for ids in prompts]
+    found: dict[int, torch.Tensor] = {}
+    with shared(model, client, salt=salt) as statistics:
+        threads = [
+            threading.Thread(target=lambda at=at: found.setdefault(at, greedy(model, prompts[at], 20)))
+            for at in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert statistics.num_served == 4
+    assert all(torch.equal(found[at], expected[at]) for at in range(4))
+    assert not model.get_decoder()._forward_hooks
+
+
+def test_without_a_daemon_it_runs_as_before_and_finds_the_daemon_later(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = greedy(model, prompt())
+    monkeypatch.setenv("KVD_RUNTIME_DIR", str(tmp_path / "nowhere"))
+    with shared(model) as statistics:
+        assert torch.equal(greedy(model, prompt()), expected)
+        assert "nowhere" in statistics.last_reason
+        with private_daemon("--memory-budget", "16MiB", "--memory-segment", "1MiB") as daemon:
+            monkeypatch.setenv("KVD_RUNTIME_DIR", str(daemon.runtime_dir))
+            for _ in range(2):
+                assert torch.equal(greedy(model, prompt()), expected)
+            assert (statistics.num_served, statistics.num_cached_tokens) == (2, 96)
+        # Gone again: as before once more.
+        assert torch.equal(greedy(model, prompt()), expected)
+        assert (statistics.num_calls, statistics.num_served) == (4, 2)
+
+
+def test_a_returned_cache_does_not_keep_it_from_a_new_daemon(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared(model) as statistics:
+        with private_daemon("--memory-budget", "16MiB", "--memory-segment", "1MiB") as daemon:
+            monkeypatch.setenv("KVD_RUNTIME_DIR", str(daemon.runtime_dir))
+            kept = greedy(model, prompt(), return_dict_in_generate=True)
+        with private_daemon("--memory-budget", "16MiB", "--memory-segment", "1MiB") as daemon:
+            monkeypatch.setenv("KVD_RUNTIME_DIR", str(daemon.runtime_dir))
+            assert torch.equal(greedy(model, prompt()), kept.sequences)
+        assert statistics.num_served == 2
