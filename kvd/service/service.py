@@ -9,27 +9,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvd.blobs import is_blob_engine
-from kvd.block import HOST, SessionId
-from kvd.errors import DaemonRestarted, InvalidLayout, KvdError, PermissionRefused, StateError
-from kvd.hashing import Namespace, namespace_digest, unpack_hashes
-from kvd.layout import KVLayout
+from kvd.block import SessionId
+from kvd.errors import DaemonRestarted, KvdError, PermissionRefused, StateError
+from kvd.hashing import unpack_hashes
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import CacheOpened, Done, Failed, Pinned, Reply, Resized, Sealed, StatusReply, Verified
+from kvd.protocol.replies import Done, Failed, Pinned, Reply, Resized, Sealed, StatusReply, Verified
 from kvd.protocol.wire import pack_block_ids
 from kvd.service import status
-from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
+from kvd.service.attempts import Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
 from kvd.service.below import Below
 from kvd.service.blob_verbs import BlobVerbs
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums, unpack_ids
 from kvd.service.homes import Home, Homes
 from kvd.service.identity import Identity
 from kvd.service.idle import IdleRelease
+from kvd.service.opening import Opening
 from kvd.service.outbox import Outgoing, SendReply
-from kvd.service.pin_files import PinFiles, PinRecord
+from kvd.service.pin_files import PinFiles
 from kvd.service.pins import Pins, check_name
+from kvd.service.places import Places
 from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
 from kvd.service.resizing import Resizing
@@ -41,7 +41,6 @@ from kvd.service.tier_verbs import TierVerbs
 from kvd.service.verifying import verify, verify_left
 from kvd.status import Snapshot, WaitStatus
 
-_MIN_NAMESPACES_UNTIL_LOOK = 1024
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +81,6 @@ class Service:
         self.sessions: dict[SessionId, Session] = {}
         self.savings = Savings()
         self._last_session = 0
-        self._namespaces_until_look = _MIN_NAMESPACES_UNTIL_LOOK
         self._table = SegmentTable(self.homes, pools, self.outbox, epoch)
         self._progress = Progress(
             pools=pools,
@@ -110,6 +108,7 @@ class Service:
                 clock=clock,
             )
         tiers = self._tier_verbs = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        places = Places(pools, self.homes, lambda: self.pool_rules)
         self.pins = Pins(
             pools=pools,
             below=self.below,
@@ -117,7 +116,7 @@ class Service:
             max_share=self.settings.pinned_share,
             max_uid_nbytes=self.settings.uid_quota_nbytes,
             may_touch=tiers.may_touch,
-            pool_for=self._pool_of_pin,
+            pool_for=places.of_pin,
             clock=clock,
         )
         self.pins.load()
@@ -143,9 +142,21 @@ class Service:
             patience_s=self.settings.restore_wait_s,
             clock=clock,
         )
+        opening = Opening(
+            pools=pools,
+            homes=self.homes,
+            places=places,
+            sessions=self.sessions,
+            below=self.below,
+            pins=self.pins,
+            progress=self._progress,
+            idle=self._idle,
+            max_caches=self.settings.max_caches_per_session,
+            epoch=epoch,
+        )
         # Each returns its reply, or None when that comes later or never.
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
-            requests.OpenCache: self._open_cache,
+            requests.OpenCache: opening.open_cache,
             requests.Begin: self._begin,
             requests.Reserve: self._reserve,
             requests.Seal: self._seal,
@@ -333,99 +344,6 @@ class Service:
         if self.below is not None:
             self.below.close()
         self._table.close()
-
-    def _open_cache(self, session: Session, request: requests.OpenCache) -> Reply | None:
-        layout = KVLayout(
-            num_layers=request.num_layers,
-            num_kv_heads=request.num_kv_heads,
-            head_dim=request.head_dim,
-            dtype=request.dtype,
-            block_tokens=request.block_tokens,
-        )
-        if layout.block_nbytes != request.block_nbytes:
-            raise InvalidLayout(
-                f"the client counts {request.block_nbytes} bytes a block, the daemon {layout.block_nbytes}: they mean "
-                f"different layouts"
-            )
-        namespace = Namespace(
-            model=request.model,
-            layout=layout,
-            engine=request.engine,
-            positional=request.positional,
-            adapter=request.adapter,
-            salt=request.salt,
-        )
-        digest = namespace_digest(namespace, session.tenant)
-        asked = (digest, request.device, request.staged)
-        cache = session.cache_of(asked)
-        # What lies in a blob's blocks are bytes; counted as tokens they would be a figure that means nothing.
-        block_tokens = 0 if is_blob_engine(request.engine) else layout.block_tokens
-        if cache is None or self.homes.of(cache.pool).lost is not None:
-            session.check_may_open(self.settings.max_caches_per_session)
-            pool = self._pool(session, request, layout.block_nbytes)
-            if self._idle.waits(self.homes.of(pool.source or pool), session, request):
-                return None
-            for one in filter(None, (pool.source, pool)):
-                counters = one.namespace(
-                    digest,
-                    model=request.model,
-                    engine=request.engine,
-                    adapter=request.adapter,
-                    has_salt=bool(request.salt),
-                    block_tokens=block_tokens,
-                    positional=request.positional,
-                    layout=layout,
-                )
-            cache = session.add_cache(asked, pool, counters, block_tokens)
-            self._forget_unused_namespaces()
-        reply = CacheOpened(
-            request.request_id,
-            self.epoch,
-            cache.handle,
-            cache.pool.pool_id,
-            digest,
-            cache.pool.blocks_per_segment,
-            self.pools.segment_nbytes(cache.pool.device),
-            cache.pool.device,
-            self.homes.of(cache.pool).pid_namespace,
-            "" if cache.pool.source is None else cache.pool.source.device,
-        )
-        number = None if self.below is None else self.below.open(cache, layout)
-        if number is None:
-            return reply
-        # A block sealed before its generation is known could not be told from one that a flush was to end.
-        self._progress.wait_below(AnswerAttempt(session, cache, request, lambda: reply), number)
-        return None
-
-    def _pool(self, session: Session, request: requests.OpenCache, block_nbytes: int) -> Pool:
-        """Where the cache is to be. Raises what says that it cannot be there."""
-        name = self.pool_rules.name_for(model=request.model, engine=request.engine, uid=session.identity.uid)
-        by_rule = self.pool_rules.device(name)
-        if is_blob_engine(request.engine) and self.homes.has_host:
-            by_rule = HOST  # bytes, which no card computes with
-        chosen = self.homes.choose(request.device, staged=request.staged, by_rule=by_rule)
-        source = None
-        if chosen.source is not None:
-            source = self.pools.pool(session.tenant, block_nbytes, name, device=chosen.source.device)
-        return self.pools.pool(session.tenant, block_nbytes, name, device=chosen.home.device, source=source)
-
-    def _pool_of_pin(self, record: PinRecord, layout: KVLayout) -> Pool:
-        name = self.pool_rules.name_for(model=record.model, engine=record.engine, uid=record.uid)
-        home = self.homes.choose("", staged=False, by_rule=self.pool_rules.device(name)).home
-        return self.pools.pool(record.tenant, layout.block_nbytes, name, device=home.device)
-
-    def _forget_unused_namespaces(self) -> None:
-        """Looks for them only when their number has doubled, so that opening one costs O(1) on average."""
-        if self.pools.num_namespaces <= self._namespaces_until_look:
-            return
-        in_use = {cache.digest for session in self.sessions.values() for cache in session.caches.values()}
-        in_use |= self.pins.namespaces()
-        if self.below is not None:
-            in_use |= self.below.busy_namespaces()
-        forgotten = self.pools.forget_namespaces(in_use)
-        if self.below is not None:
-            self.below.lineages.forget(forgotten)
-        self._namespaces_until_look = max(_MIN_NAMESPACES_UNTIL_LOOK, 2 * self.pools.num_namespaces)
 
     def _begin(self, session: Session, request: requests.Begin) -> None:
         cache = session.cache(request.cache)
