@@ -18,7 +18,7 @@ from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
 from kvd.protocol.replies import CacheOpened, Done, Failed, Pinned, Reply, Sealed, StatusReply, Verified
-from kvd.protocol.wire import pack_block_ids
+from kvd.protocol.wire import MAX_IDS_PER_RELEASE, pack_block_ids
 from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
 from kvd.service.below import Below
@@ -385,8 +385,8 @@ class Service:
         cache = session.cache(request.cache)
         cache.pool.release(
             session.id,
-            blocks=unpack_ids(request.blocks),
-            reserved=unpack_ids(request.reserved),
+            blocks=unpack_ids(request.blocks, MAX_IDS_PER_RELEASE),
+            reserved=unpack_ids(request.reserved, MAX_IDS_PER_RELEASE),
             hashes=unpack_hashes(request.hashes),
         )
         self._progress.blocks_came_back = True
