@@ -17,7 +17,7 @@ from kvd.layout import KVLayout
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import CacheOpened, Done, Failed, Pinned, Reply, Sealed, StatusReply, Verified
+from kvd.protocol.replies import CacheOpened, Done, Failed, Reply, Sealed, StatusReply
 from kvd.protocol.wire import MAX_IDS_PER_RELEASE, pack_block_ids
 from kvd.service import status
 from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
@@ -27,7 +27,7 @@ from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpa
 from kvd.service.identity import Identity
 from kvd.service.outbox import Outgoing, SendReply
 from kvd.service.pin_files import PinFiles
-from kvd.service.pins import Pins, check_name
+from kvd.service.pins import Pins
 from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
 from kvd.service.savings import Savings
@@ -35,7 +35,7 @@ from kvd.service.segments import SegmentTable, Stock
 from kvd.service.sessions import Session
 from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
-from kvd.service.verifying import verify
+from kvd.service.upkeep_verbs import UpkeepVerbs
 from kvd.status import Snapshot, WaitStatus
 
 _MIN_NAMESPACES_UNTIL_LOOK = 1024
@@ -101,7 +101,7 @@ class Service:
                 policy_of=lambda pool: self.pool_rules.policy(pool.name),
                 clock=clock,
             )
-        tiers = self._tier_verbs = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
         self.pins = Pins(
             pools=pools,
             below=self.below,
@@ -113,6 +113,15 @@ class Service:
             clock=clock,
         )
         self.pins.load()
+        upkeep = UpkeepVerbs(
+            pins=self.pins,
+            pools=pools,
+            table=self._table,
+            progress=self._progress,
+            settings=self.settings,
+            epoch=epoch,
+            flush=tiers.flush,
+        )
         blobs = BlobVerbs(self.below, self._progress, epoch)
         # Each returns its reply, or None when that comes later or never.
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
@@ -126,12 +135,12 @@ class Service:
             requests.Prefetch: tiers.prefetch,
             requests.FindLast: blobs.find_last,
             requests.Forget: blobs.forget,
-            requests.Pin: self._pin,
-            requests.Unpin: self._unpin,
-            requests.Flush: self._flush,
+            requests.Pin: upkeep.pin,
+            requests.Unpin: upkeep.unpin,
+            requests.Flush: upkeep.flush,
             requests.Spill: tiers.spill,
             requests.Status: self._status,
-            requests.Verify: self._verify,
+            requests.Verify: upkeep.verify,
             requests.Check: self._check,
         }
 
@@ -393,33 +402,10 @@ class Service:
         self._blocks_moved(cache.pool)
         return Done(request.request_id, self.epoch) if request.ack else None
 
-    def _flush(self, session: Session, request: requests.Flush) -> Reply | None:
-        reply = self._tier_verbs.flush(session, request)
-        self.pins.look()  # what is flushed is held no longer
-        return reply
-
-    def _pin(self, session: Session, request: requests.Pin) -> Reply:
-        pin = self.pins.pin(session, session.cache(request.cache), unpack_hashes(request.hashes), request.label)
-        lasting = self.pins.status(pin).is_lasting
-        return Pinned(request.request_id, self.epoch, pin.record.pin, len(pin.hashes), pin.num_held, lasting)
-
-    def _unpin(self, session: Session, request: requests.Unpin) -> Reply:
-        self.pins.unpin(session, check_name(request.pin))
-        self._progress.blocks_came_back = True
-        return Done(request.request_id, self.epoch)
-
     def _status(self, session: Session, request: requests.Status) -> Reply:
         viewer = session if self.settings.is_walled(session.identity) else None
         snapshot = status.snapshot(self, viewer, with_map=request.with_map)
         return StatusReply(request.request_id, self.epoch, snapshot)
-
-    def _verify(self, session: Session, request: requests.Verify) -> Reply:
-        if not self.settings.is_admin(session.identity):
-            raise PermissionRefused("only root and the daemon's own user may have the blocks verified")
-        step = verify(self.pools, self._table, request.cursor)
-        return Verified(
-            request.request_id, self.epoch, step.cursor, step.num_verified, step.num_unchecked, step.corrupt
-        )
 
     def _check(self, session: Session, request: requests.Check) -> Reply:
         # It looks at every block there is while all others wait.
