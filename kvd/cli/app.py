@@ -46,7 +46,7 @@ COMMANDS = {
     ),
     "size": Entry("kvd.cli.size", "size_command", "Say how much memory a model's KV takes, and how many tokens fit."),
     "doctor": Entry("kvd.cli.doctor", "doctor", "Check this machine and the daemon; say how to fix what is wrong."),
-    "run": Entry("kvd.cli.run", "run", "Run a Python program whose transformers models share their KV cache."),
+    "run": Entry("kvd.cli.run", "run", "Run a Python program with kvd behind its transformers models."),
     "demo": Entry("kvd.cli.demo", "demo", "Watch processes share a real model's KV cache."),
     "bench": Entry("kvd.cli.bench", "bench", "Measure kvd, each number beside its limit in the same run."),
     "llama-server": Entry(
