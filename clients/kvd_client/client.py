@@ -117,7 +117,8 @@ class Client:
     ) -> FlushOutcome:
         """Has cached blocks forgotten for good, in memory and every tier below: weights changed, and the name did not.
 
-        `namespace` is one digest (`Cache.digest`); without it every namespace the daemon knows, or those of `model`.
+        `namespace` is one digest (`Cache.digest`); without it every namespace, or those of `model`,
+        whoever stored them in a tier.
         `tier` is the only one that forgets, "pool" being memory. Open sequences keep their bytes until they are closed.
         Raises `PermissionRefused` where others share the blocks, `InvalidRequest` for a tier that is not there
         and for an empty argument.

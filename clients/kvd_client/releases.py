@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from kvd.block import HASH_NBYTES
 from kvd.protocol.requests import Release
-from kvd.protocol.wire import BLOCK_ID_NBYTES, MAX_IDS_PER_MESSAGE
+from kvd.protocol.wire import BLOCK_ID_NBYTES, MAX_IDS_PER_RELEASE
 
 
 def releases(
@@ -17,7 +17,7 @@ def releases(
     blocks: bytes = b"",
     reserved: bytes = b"",
     hashes: bytes = b"",
-    limit: int = MAX_IDS_PER_MESSAGE,
+    limit: int = MAX_IDS_PER_RELEASE,
 ) -> Iterator[Release]:
     """One, or as many as it takes, each with at most `limit` entries a list; arguments as of `Release`, packed.
 

@@ -47,7 +47,7 @@ COMMANDS = {
     "resize": Entry("kvd.cli.resize", "resize", "Change how much memory the pools of a device may have."),
     "size": Entry("kvd.cli.size", "size_command", "Say how much memory a model's KV takes, and how many tokens fit."),
     "doctor": Entry("kvd.cli.doctor", "doctor", "Check this machine and the daemon; say how to fix what is wrong."),
-    "run": Entry("kvd.cli.run", "run", "Run a Python program whose transformers models share their KV cache."),
+    "run": Entry("kvd.cli.run", "run", "Run a Python program with kvd behind its transformers models."),
     "demo": Entry("kvd.cli.demo", "demo", "Watch processes share a real model's KV cache."),
     "bench": Entry("kvd.cli.bench", "bench", "Measure kvd, each number beside its limit in the same run."),
     "llama-server": Entry(

@@ -21,7 +21,7 @@ BOOT_FOLDER = Path(kvd_client.__file__).parent / "engines" / "transformers" / "b
 @runtime_dir_option
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(runtime_dir: str | None, command: tuple[str, ...]) -> NoReturn:
-    """Run a Python program whose transformers models share their KV cache.
+    """Run a Python program with kvd behind its transformers models.
 
     `kvd run -- python script.py`: the script need not know of kvd. Each `generate` uses what any process has computed
     of its prompt, and publishes what it computes. One line on stderr says what was attached, or why nothing was; the

@@ -406,8 +406,10 @@ class Pool(Exchange):
         refused = f"; the machine gave no more memory: {budget.failure}" if budget.failure else ""
         if not store.num_addable:
             refused += f"; {IDS_USED_UP}"
+        num_kept = sum(map(len, self.transfers.holds.values()))
+        kept = f", and {num_kept} by pinned prompts or copies" if num_kept else ""
         raise OutOfBlocks(
             f"{num_blocks} blocks are not to be had in pool {self.pool_id}: {store.num_free} of {store.capacity} are "
             f"free, {store.num_idle} evictable, {budget.room_for(store)} segments of {self.blocks_per_segment} may be "
-            f"added; held by {self.sessions.holders(self.pool_id)}{refused}"
+            f"added; held by {self.sessions.holders(self.pool_id)}{kept}{refused}"
         )

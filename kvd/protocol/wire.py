@@ -22,11 +22,13 @@ PROTOCOL_MAX = 1
 MAX_MESSAGE_NBYTES = 4 << 20
 """Also libzmq's MAXMSGSIZE on the ROUTER: 65,536 hashes and their ids fit."""
 BLOCK_ID_NBYTES = 4
-MAX_IDS_PER_MESSAGE = 1 << 16
-"""In one list of a seal, retain or release: what the daemon does at once takes milliseconds, not tenths of a second.
+MAX_IDS_PER_RELEASE = 1 << 13
+"""In each list of one release, which then holds the loop for about 3 ms.
 
-A release gets no reply and takes no credit, so nothing else bounds what one client can make the others wait for.
+It gets no reply and takes no credit, so nothing else bounds what one client can make the others wait for.
 """
+MAX_IDS_PER_MESSAGE = 1 << 16
+"""In the list of one seal or retain, which are all or none and so cannot be sent in parts."""
 
 _MAGIC = b"KV"
 _PREAMBLE = _MAGIC + bytes([PROTOCOL_MAX])

@@ -40,10 +40,10 @@ def check_wait_s(wait_s: float) -> float:
     return wait_s
 
 
-def unpack_ids(packed: bytes) -> tuple[BlockId, ...]:
+def unpack_ids(packed: bytes, limit: int = MAX_IDS_PER_MESSAGE) -> tuple[BlockId, ...]:
     """`unpack_block_ids` of no more than one request may name. Raises `InvalidRequest`."""
-    if len(packed) > MAX_IDS_PER_MESSAGE * BLOCK_ID_NBYTES:
-        raise InvalidRequest(f"one request names at most {MAX_IDS_PER_MESSAGE} blocks a list; send several")
+    if len(packed) > limit * BLOCK_ID_NBYTES:
+        raise InvalidRequest(f"such a request names at most {limit} blocks a list; send several")
     return unpack_block_ids(packed)
 
 

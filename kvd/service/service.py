@@ -15,8 +15,8 @@ from kvd.hashing import unpack_hashes
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import Done, Failed, Pinned, Reply, Resized, Sealed, StatusReply, Verified
-from kvd.protocol.wire import pack_block_ids
+from kvd.protocol.replies import Done, Failed, Reply, Sealed, StatusReply
+from kvd.protocol.wire import MAX_IDS_PER_RELEASE, pack_block_ids
 from kvd.service import status
 from kvd.service.attempts import Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
 from kvd.service.below import Below
@@ -28,17 +28,17 @@ from kvd.service.idle import IdleRelease
 from kvd.service.opening import Opening
 from kvd.service.outbox import Outgoing, SendReply
 from kvd.service.pin_files import PinFiles
-from kvd.service.pins import Pins, check_name
+from kvd.service.pins import Pins
 from kvd.service.places import Places
 from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
 from kvd.service.resizing import Resizing
 from kvd.service.savings import Savings
 from kvd.service.segments import SegmentTable
-from kvd.service.sessions import Cache, Session
+from kvd.service.sessions import Session
 from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
-from kvd.service.verifying import verify, verify_left
+from kvd.service.upkeep_verbs import UpkeepVerbs
 from kvd.status import Snapshot, WaitStatus
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,6 @@ class Service:
             reply=self._send,
             fail=self._fail_attempt,
         )
-        self._mover = mover
         self.below: Below | None = None
         """What is done with the tiers below; None without any."""
         if mover is not None:
@@ -107,7 +106,7 @@ class Service:
                 counters=self.counters,
                 clock=clock,
             )
-        tiers = self._tier_verbs = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
         places = Places(pools, self.homes, lambda: self.pool_rules)
         self.pins = Pins(
             pools=pools,
@@ -127,6 +126,19 @@ class Service:
             apply=self.set_budget,
             bound_s=self.settings.tiers.drain_s,
             clock=clock,
+        )
+        upkeep = UpkeepVerbs(
+            pins=self.pins,
+            pools=pools,
+            homes=self.homes,
+            table=self._table,
+            mover=mover,
+            resizing=self._resizing,
+            progress=self._progress,
+            settings=self.settings,
+            epoch=epoch,
+            flush=tiers.flush,
+            reply=self._send_late,
         )
         self._idle = IdleRelease(
             homes=self.homes,
@@ -166,13 +178,13 @@ class Service:
             requests.Prefetch: tiers.prefetch,
             requests.FindLast: blobs.find_last,
             requests.Forget: blobs.forget,
-            requests.Pin: self._pin,
-            requests.Unpin: self._unpin,
-            requests.Flush: self._flush,
+            requests.Pin: upkeep.pin,
+            requests.Unpin: upkeep.unpin,
+            requests.Flush: upkeep.flush,
             requests.Spill: tiers.spill,
-            requests.Resize: self._resize,
+            requests.Resize: upkeep.resize,
             requests.Status: self._status,
-            requests.Verify: self._verify,
+            requests.Verify: upkeep.verify,
             requests.Check: self._check,
         }
         self._idle.go_on()
@@ -398,71 +410,18 @@ class Service:
         cache = session.cache(request.cache)
         cache.pool.release(
             session.id,
-            blocks=unpack_ids(request.blocks),
-            reserved=unpack_ids(request.reserved),
+            blocks=unpack_ids(request.blocks, MAX_IDS_PER_RELEASE),
+            reserved=unpack_ids(request.reserved, MAX_IDS_PER_RELEASE),
             hashes=unpack_hashes(request.hashes),
         )
         self._progress.blocks_came_back = True
         self._blocks_moved(cache.pool)
         return Done(request.request_id, self.epoch) if request.ack else None
 
-    def _resize(self, session: Session, request: requests.Resize) -> Reply:
-        if not self.settings.is_admin(session.identity):
-            raise PermissionRefused("only root and the daemon's own user may change a budget")
-        home = self.homes.named(request.device)
-        num_left = self._resizing.ask(home, request.nbytes)
-        # What left its pool by this is told to its clients, and counted, before the figures are read.
-        self._progress.settle()
-        usage = self.pools.usage(home.device)
-        return Resized(
-            request.request_id,
-            self.epoch,
-            home.device,
-            usage.budget_nbytes,
-            usage.used_nbytes,
-            usage.num_segments_draining * home.stock.segment_nbytes,
-            num_left,
-        )
-
-    def _flush(self, session: Session, request: requests.Flush) -> Reply | None:
-        reply = self._tier_verbs.flush(session, request)
-        self.pins.look()  # what is flushed is held no longer
-        return reply
-
-    def _pin(self, session: Session, request: requests.Pin) -> Reply:
-        cache = session.cache(request.cache)
-        source = cache.pool.source
-        if source is not None:
-            # What stands beside a card is filled from there: that is where a prompt is kept.
-            cache = Cache(0, source, cache.digest, source.namespaces[cache.digest], cache.block_tokens)
-        pin = self.pins.pin(session, cache, unpack_hashes(request.hashes), request.label)
-        lasting = self.pins.status(pin).is_lasting
-        return Pinned(request.request_id, self.epoch, pin.record.pin, len(pin.hashes), pin.num_held, lasting)
-
-    def _unpin(self, session: Session, request: requests.Unpin) -> Reply:
-        self.pins.unpin(session, check_name(request.pin))
-        self._progress.blocks_came_back = True
-        return Done(request.request_id, self.epoch)
-
     def _status(self, session: Session, request: requests.Status) -> Reply:
         viewer = session if self.settings.is_walled(session.identity) else None
         snapshot = status.snapshot(self, viewer, with_map=request.with_map)
         return StatusReply(request.request_id, self.epoch, snapshot)
-
-    def _verify(self, session: Session, request: requests.Verify) -> Reply | None:
-        if not self.settings.is_admin(session.identity):
-            raise PermissionRefused("only root and the daemon's own user may have the blocks verified")
-        step = verify(self.pools, self._table, request.cursor)
-
-        def answer() -> Reply:
-            return Verified(
-                request.request_id, self.epoch, step.cursor, step.num_verified, step.num_unchecked, step.corrupt
-            )
-
-        if not step.left or self._mover is None:
-            return answer()
-        verify_left(step, self._table, self._mover, lambda: self._send_late(session, answer()))
-        return None
 
     def _check(self, session: Session, request: requests.Check) -> Reply:
         # It looks at every block there is while all others wait.

@@ -24,6 +24,9 @@ PTRACE_ATTACH, PTRACE_DETACH = 16, 17
 CLOSED = ("mem", "environ", "maps", "smaps", "fd/0", "fdinfo/0", "auxv")
 
 
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may look")
+
+
 def may_open(path: str) -> bool:
     try:
         os.close(os.open(path, os.O_RDONLY))
@@ -72,6 +75,7 @@ def test_the_same_user_cannot_look_into_the_daemon(is_kept):  # case F1
     assert as_nobody(as_if_started_by_a_login)
 
 
+@as_root
 def test_a_daemon_is_never_dumped_and_its_servers_neither(tmp_path):
     with running_daemon(tmp_path, tiers={"redis": {"url": "embedded", "budget": 16 << 20}}) as daemon:
         with RawClient(daemon.folder) as raw:
@@ -85,6 +89,7 @@ def test_a_daemon_is_never_dumped_and_its_servers_neither(tmp_path):
             assert int(Path(f"/proc/{pid}/coredump_filter").read_text(), 16) == 0
 
 
+@as_root
 def test_the_daemons_own_mappings_are_left_out_of_core_dumps(tmp_path):
     with (
         running_server() as server,

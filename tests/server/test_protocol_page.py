@@ -27,6 +27,8 @@ def test_every_error_code_is_listed():
 def test_the_limits_are_the_codes():
     assert f"{wire.MAX_MESSAGE_NBYTES:,} bytes" in TEXT
     assert f"{session.MAX_DATAGRAM_NBYTES:,} bytes" in TEXT
+    assert f"at most {wire.MAX_IDS_PER_RELEASE:,} a list in a `release`" in TEXT
+    assert f"{wire.MAX_IDS_PER_MESSAGE:,} in a `seal` or `retain`" in TEXT
     assert f"Version {wire.PROTOCOL_MAX}." in TEXT
 
 

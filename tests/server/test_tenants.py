@@ -8,18 +8,11 @@ from kvd.protocol.control_page import ControlPageReader
 from kvd.protocol.replies import Failed
 from kvd.protocol.requests import Check, Flush, Match, Spill
 from kvd.status import Snapshot
-from tests.support.daemon import Daemon, running_daemon
+from tests.support.daemon import running_daemon
+from tests.support.open_place import open_doors, open_place
 from tests.support.raw_client import RawClient, hashes, totals
 from tests.support.unprivileged import NOBODY, as_nobody
 from tests.support.wait import eventually
-
-
-def open_doors(daemon: Daemon) -> None:
-    """Lets every user connect: what keeps them apart is then the daemon alone."""
-    for path in (*daemon.folder.parents[:3], daemon.folder):
-        path.chmod(path.stat().st_mode | 0o055)
-    for path in daemon.folder.glob("*.sock"):
-        path.chmod(0o666)
 
 
 def seals(raw: RawClient, model: str, *names: str) -> None:
@@ -29,8 +22,14 @@ def seals(raw: RawClient, model: str, *names: str) -> None:
 
 
 @pytest.fixture
-def walled(tmp_path):
-    with running_daemon(tmp_path, access={"isolation": "uid"}) as daemon:
+def place():
+    with open_place() as place:
+        yield place
+
+
+@pytest.fixture
+def walled(place):
+    with running_daemon(place, access={"isolation": "uid"}) as daemon:
         open_doors(daemon)
         yield daemon
 
@@ -73,8 +72,8 @@ def test_the_control_page_counts_for_nobody_behind_walls(tmp_path, walled):  # c
 
 
 @pytest.mark.parametrize("isolation", ["group", "uid"])
-def test_who_is_neither_root_nor_the_daemons_user_administers_nothing_of_others(tmp_path, isolation):  # case F1
-    with running_daemon(tmp_path, access={"isolation": isolation}) as daemon, RawClient(daemon.folder) as raw:
+def test_who_is_neither_root_nor_the_daemons_user_administers_nothing_of_others(place, isolation):  # case F1
+    with running_daemon(place, access={"isolation": isolation}) as daemon, RawClient(daemon.folder) as raw:
         open_doors(daemon)
         seals(raw, "m", "a", "b")
         digest = bytes.fromhex(raw.status().namespaces[0].digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from kvd.hashing import pack_hashes
 from kvd.mover import Drop, Lookup, Spill
 from kvd.protocol import requests
 from kvd.protocol.replies import Begun, Forgotten, FoundLast, Reply
-from tests.service.harness import Attached, House, error_code, expect, names
+from tests.service.harness import SETTINGS, Attached, House, error_code, expect, names
 from tests.service.tiers import TieredClient, TieredHouse
 
 FOUR = names(*"abcd")
@@ -210,6 +211,20 @@ def test_blocks_of_another_namespace_are_passed_over(house: TieredHouse, client:
     house.run_mover()
     assert expect(Forgotten, client.answer()).num_blocks == 0
     assert other.match(FOUR) == 4
+
+
+def test_another_tenant_neither_finds_nor_forgets() -> None:
+    house = House(settings=replace(SETTINGS, isolation="uid"))
+    mine, theirs = house.client(uid=1000), house.client(uid=2000)
+    for client in (mine, theirs):
+        client.open(engine=BODY_ENGINE)
+    attached = mine.begin(FOUR)
+    mine.release(mine.seal(attached.reserved, FOUR))
+    assert expect(FoundLast, theirs.ask(requests.FindLast, 1, pack_hashes(FOUR))).place == -1
+    assert expect(Forgotten, theirs.ask(requests.Forget, 1, pack_hashes(FOUR))).num_blocks == 0
+    assert mine.match(FOUR) == 4
+    house.check()
+    house.close()
 
 
 def test_without_a_tier_it_works_at_once() -> None:

@@ -11,7 +11,7 @@ from kvd.block import HOST
 from kvd.hashing import pack_hashes
 from kvd.mover import Lookup, Spill
 from kvd.protocol import requests
-from kvd.protocol.replies import Done, Flushed, Pinned
+from kvd.protocol.replies import Done, Failed, Flushed, Pinned
 from kvd.service import Service
 from kvd.service.homes import Home
 from kvd.service.pin_files import PinFiles
@@ -53,6 +53,13 @@ def test_a_pinned_prompt_is_never_evicted(house: House, opened: Client) -> None:
     publish(opened, names("6", "7", "8", "9"))
     assert opened.match(PROMPT) == 3
     assert (seen(opened).num_tokens_resident, seen(opened).held_nbytes) == (48, 3 * BLOCK_NBYTES)
+
+
+def test_who_is_refused_a_block_is_told_of_the_pins(house: House, opened: Client) -> None:  # case B7
+    publish(opened, PROMPT)
+    pin(opened)
+    refused = expect(Failed, opened.reserve(6))
+    assert (refused.code, "and 3 by pinned prompts" in refused.message) == ("out-of-blocks", True)
 
 
 def test_what_is_not_there_yet_is_held_from_the_moment_it_is_sealed(house: House, opened: Client) -> None:

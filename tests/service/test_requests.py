@@ -6,7 +6,7 @@ import pytest
 
 from kvd.protocol import requests
 from kvd.protocol.replies import CacheOpened, Done, Failed
-from kvd.protocol.wire import MAX_IDS_PER_MESSAGE
+from kvd.protocol.wire import MAX_IDS_PER_MESSAGE, MAX_IDS_PER_RELEASE
 from kvd.service import ServiceSettings
 from tests.service.harness import LAYOUT, House, error_code, expect, names, pack, reserved_blocks
 
@@ -348,11 +348,11 @@ def test_opened_replies_are_equal_for_equal_namespaces(house: House) -> None:
 def test_a_list_of_blocks_that_would_hold_everybody_up_is_refused(house: House, verb: str) -> None:
     client = house.client()
     client.open()
-    too_many = [0] * (MAX_IDS_PER_MESSAGE + 1)
+    too_many = [0] * ((MAX_IDS_PER_RELEASE if verb == "release" else MAX_IDS_PER_MESSAGE) + 1)
     calls = {
         "release": lambda: client.release(too_many),
         "retain": lambda: client.retain(too_many),
         "try_seal": lambda: client.try_seal(too_many, []),
     }
     assert error_code(calls[verb]()) == "invalid-request"
-    assert error_code(client.release(too_many[1:])) == "not-owned"
+    assert error_code(client.release([0] * MAX_IDS_PER_RELEASE)) == "not-owned"
