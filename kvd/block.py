@@ -20,6 +20,8 @@ NamespaceDigest = NewType("NamespaceDigest", bytes)
 SessionId = NewType("SessionId", int)
 """One connected client process; counted up from 1 and never used again while the daemon lives."""
 
+HOST = "host"
+"""What a device is called that is the machine's own memory; every other one is a card, called by its UUID."""
 NUM_BLOCK_IDS = 1 << 32
 """How many ids a pool has for all blocks it ever had: they travel as u32."""
 HASH_NBYTES = 32

@@ -29,6 +29,10 @@ class PoolStatus(_Part, frozen=True):
     """Sealed blocks with at least one reference; the other sealed ones may be evicted."""
     num_references: int
     counters: dict[str, int]
+    device: str = "host"
+    """Where its memory is: "host", or a card's UUID."""
+    staged_from: str = ""
+    """The card's UUID when this is the host pool beside one, for clients that cannot map that card."""
     name: str = ""
     """Of the rule it was made for; empty without one."""
     block_map: str = ""
@@ -70,6 +74,19 @@ class SavingsStatus(_Part, frozen=True):
     """Their number times computed_s / computed_tokens of their namespace."""
 
 
+class MapStatus(_Part, frozen=True):
+    """The segments of one pool that a session was given."""
+
+    pool: int
+    device: str
+    mode: str
+    """mapped; staged in the host pool that stands beside a card for processes that cannot map it."""
+    num_segments: int
+    nbytes: int
+    num_to_close: int = 0
+    """Segments that it was told to close and has not: the card's memory waits for it."""
+
+
 class ClientStatus(_Part, frozen=True):
     """One session. `uid` and `pid` are the kernel's word, `label` is the client's."""
 
@@ -87,16 +104,19 @@ class ClientStatus(_Part, frozen=True):
     tokens_saved: int
     num_requests: int
     stalled: bool
+    maps: list[MapStatus] = []
+    """The segments it can map, by pool."""
     mapped_nbytes: int = 0
     """Bytes of the segments whose memory it was given."""
     mode: str = "mapped"
-    """How it gets at the blocks: mapped, its own address space shows the daemon's memory."""
+    """How it gets at the blocks: mapped, its own address space shows the daemon's memory; staged, that of the host pool
+    beside a card."""
     prefill_s_saved: float | None = None
     """See `SavingsStatus`; None as long as nobody has reported a speed."""
 
 
 class MemoryStatus(_Part, frozen=True):
-    """The device's byte budget. `device` is "host" for host shared memory."""
+    """A device's byte budget. `device` is "host" for host shared memory, else the card's UUID."""
 
     device: str
     budget_nbytes: int
@@ -105,7 +125,22 @@ class MemoryStatus(_Part, frozen=True):
     ready_nbytes: int
     """Bytes of segments made ahead and not yet given to a pool."""
     available_nbytes: int
-    """What the machine, or the cgroup, could still give."""
+    """What the machine, the cgroup or the card could still give."""
+    draining_nbytes: int = 0
+    """Bytes of a card's segments that left their pools, and that clients have not closed yet."""
+    name: str = ""
+    """The card's, as its maker calls it; this and what follows only for cards."""
+    compute_capability: str = ""
+    """As "6.1"."""
+    total_nbytes: int = 0
+    free_nbytes: int = 0
+    """Of the whole card, as last measured."""
+    reserved_nbytes: int = 0
+    """What kvd leaves free for others."""
+    state: str = "serving"
+    """serving; lost: the card fell off the bus or broke; released: nobody used it, and it comes back when wanted."""
+    reason: str = ""
+    """Why it is lost."""
 
 
 class TierUsage(_Part, frozen=True):
@@ -223,6 +258,7 @@ class Snapshot(_Part, frozen=True):
     uptime_s: float
     runtime_dir: str
     memory: MemoryStatus
+    """Of the main device."""
     pools: list[PoolStatus]
     namespaces: list[NamespaceStatus]
     clients: list[ClientStatus]
@@ -234,6 +270,8 @@ class Snapshot(_Part, frozen=True):
     """The tiers below the pools, nearest first."""
     mover: MoverStatus | None = None
     """None when there is no tier below."""
+    memories: list[MemoryStatus] = []
+    """Of every device, the main one first."""
     tenant: str = ""
     """Whose things these are, where the asker may see no others (isolation by uid); empty when everything is there.
 

@@ -150,6 +150,10 @@ class Client:
         """See `kvd_client.Client.spill`."""
         return await self._runner.run(tier_verbs.spill)
 
+    async def resize(self, nbytes: int, device: str = "") -> tier_verbs.ResizeOutcome:
+        """See `kvd_client.Client.resize`."""
+        return await self._runner.run(lambda link: tier_verbs.resize(link, nbytes, device))
+
     async def close(self) -> None:
         """See `kvd_client.Client.close`."""
         await self._runner.close()

@@ -136,6 +136,14 @@ class Client:
         """
         return self._runner.run(tier_verbs.spill)
 
+    def resize(self, nbytes: int, device: str = "") -> tier_verbs.ResizeOutcome:
+        """Gives the pools of a device another budget, until the daemon stops. Does not wait: ask again to follow it.
+
+        `device` is "" for the main one, "host", cuda:0, or the beginning of a card's UUID. Raises `PermissionRefused`
+        for anybody but root and the daemon's user, `InvalidRequest` and `OutOfMemory` for sizes that cannot be.
+        """
+        return self._runner.run(lambda link: tier_verbs.resize(link, nbytes, device))
+
     def close(self) -> None:
         """Ends the session; idempotent. Open sequences are closed.
 

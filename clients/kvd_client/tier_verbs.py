@@ -8,8 +8,8 @@ from kvd.block import NamespaceDigest
 from kvd.errors import InvalidRequest
 from kvd.hashing import Namespace, chain_hashes, encode_tokens, pack_hashes
 from kvd.protocol import replies
-from kvd.protocol.replies import Done, Flushed, Matched, Spilling
-from kvd.protocol.requests import Flush, Match, Pin, Prefetch, Spill, Unpin
+from kvd.protocol.replies import Done, Flushed, Matched, Resized, Spilling
+from kvd.protocol.requests import Flush, Match, Pin, Prefetch, Resize, Spill, Unpin
 from kvd_client import verbs
 from kvd_client.link import Link
 from kvd_client.verb import Tokens, Verb, expect
@@ -39,6 +39,22 @@ class FlushOutcome:
     """Tiers that are down; they are told before anything else is asked of them."""
     unlisted: tuple[str, ...] = ()
     """Tiers that could not say what they hold: of namespaces nobody opened here, nothing was flushed in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeOutcome:
+    """How a change of a device's budget stands."""
+
+    device: str
+    """"host", or the card's UUID."""
+    budget_nbytes: int
+    """The budget that holds now: the one asked for once `num_left` is 0."""
+    used_nbytes: int
+    """Of the pools; what is above the budget clients still hold."""
+    draining_nbytes: int
+    """Of a card: left the pools, and not closed by every client yet."""
+    num_left: int
+    """Blocks that are copied down before memory goes."""
 
 
 def reach(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[Reach]:
@@ -107,6 +123,15 @@ def spill(link: Link) -> Verb[int]:
     """Returns at once."""
     link.require_alive()
     return expect((yield Spill(link.next_id(), link.epoch)), Spilling).num_left
+
+
+def resize(link: Link, nbytes: int, device: str) -> Verb[ResizeOutcome]:
+    """Returns at once."""
+    link.require_alive()
+    resized = expect((yield Resize(link.next_id(), link.epoch, nbytes, device)), Resized)
+    return ResizeOutcome(
+        resized.device, resized.budget_nbytes, resized.used_nbytes, resized.draining_nbytes, resized.num_left
+    )
 
 
 def _named(link: Link, namespace: Namespace, tokens: bytes) -> Verb[tuple[int, bytes]]:

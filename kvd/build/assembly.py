@@ -8,17 +8,18 @@ import resource
 import secrets
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd import __version__
+from kvd.build.homes import BuiltHomes, build_homes
 from kvd.build.pool_rules import pool_rules
-from kvd.build.sizes import Sizes, decide_sizes, session_capacity
+from kvd.build.sizes import Sizes, session_capacity
 from kvd.build.tiers import LowerTiers, build_tiers
 from kvd.config.schema import Config
 from kvd.errors import ConfigError, RuntimeFolderError
-from kvd.memory import ControlPage, SegmentStock, available_memory_nbytes
+from kvd.memory import ControlPage, available_memory_nbytes
 from kvd.metrics import parse_address
 from kvd.metrics.exporter import Exporter
 from kvd.mover import Mover
@@ -30,6 +31,7 @@ from kvd.server.server import Server
 from kvd.service import Service, ServiceSettings
 from kvd.service.pin_files import PinFiles
 from kvd.service.settings import TierSettings
+from kvd.tiers.stack import Stack
 
 HEARTBEAT_S = 0.5
 """How long the drain of a stop goes without one."""
@@ -45,6 +47,8 @@ class Assembly:
     service: Service
     control_page: ControlPage
     sizes: Sizes
+    devices: Mapping[str, str]
+    """Those in use, by the words that pool rules have for them."""
 
 
 def assemble(
@@ -62,39 +66,29 @@ def assemble(
     Raises `OutOfMemory`, `RuntimeFolderError` and other `KvdError`s; what was made by then is on `closing`.
     """
     available_nbytes = available_memory_nbytes()
-    sizes = decide_sizes(config.memory, available_nbytes)
     memory_ready, mover_ready = _eventfd(closing), _eventfd(closing)
-    stock = SegmentStock(
-        segment_nbytes=sizes.segment_nbytes,
-        budget_nbytes=sizes.budget_nbytes,
-        prefault=config.memory.prefault,
-        huge_pages=config.memory.huge_pages,
-        on_ready=lambda: os.eventfd_write(memory_ready, 1),
+    built = build_homes(
+        config.memory, config.pools, available_nbytes, closing, on_ready=lambda: os.eventfd_write(memory_ready, 1)
     )
-    closing.callback(stock.close)
-    stock.start()
+    sizes = built.main
     tiers = build_tiers(
         config.tiers,
-        sizes,
+        # What is left of host memory is what the pools there leave; a block may be as large as any pool's segment.
+        Sizes(built.host.budget_nbytes, built.max_segment_nbytes),
         runtime_dir=Path(config.runtime_dir),
         available_nbytes=available_nbytes,
         environ=os.environ,
     )
-    mover = _mover(tiers, mover_ready, closing)
+    mover = _mover(tiers, mover_ready, closing, has_card=built.has_card)
 
-    max_sessions, warnings = _max_sessions(config, sizes, has_tiers=tiers.stack is not None)
+    max_sessions, warnings = _max_sessions(config, built.host, has_tiers=mover is not None)
     # Random, so that no two daemons on this machine ever share one, restored snapshots and clocks set back included.
     epoch = secrets.randbits(62) + 1
     control_page = closing.enter_context(ControlPage(epoch=epoch))
     pin_files, pin_warnings = _pin_files(config, closing)
     service = Service(
-        pools=Pools(
-            budget_nbytes=sizes.budget_nbytes,
-            segment_nbytes=sizes.segment_nbytes,
-            session_quota_nbytes=config.limits.session_nbytes or None,
-            uid_quota_nbytes=config.limits.uid_nbytes or None,
-        ),
-        stock=stock,
+        pools=_pools(config, built),
+        homes=[home for home, _ in built.homes],
         mover=mover,
         pin_files=pin_files,
         epoch=epoch,
@@ -105,11 +99,12 @@ def assemble(
             default_wait_s=config.waits.default_s,
             max_wait_s=config.waits.max_s,
             checksums=config.memory.checksums,
+            idle_release_s=config.memory.idle_release_s,
             pinned_share=config.limits.pinned,
             uid_quota_nbytes=config.limits.uid_nbytes or None,
             tiers=_tier_settings(config),
-            pool_rules=pool_rules(config),
-            warnings=warnings + tiers.warnings + pin_warnings,
+            pool_rules=pool_rules(config, built.devices),
+            warnings=warnings + built.warnings + tiers.warnings + pin_warnings,
         ),
         version=__version__,
         pid=os.getpid(),
@@ -175,7 +170,7 @@ def assemble(
 
     server.watch_descriptor(memory_ready, on_memory_ready)
     server.watch_descriptor(mover_ready, on_mover_ready)
-    return Assembly(server, service, control_page, sizes)
+    return Assembly(server, service, control_page, sizes, built.devices)
 
 
 def _eventfd(closing: contextlib.ExitStack) -> int:
@@ -184,12 +179,29 @@ def _eventfd(closing: contextlib.ExitStack) -> int:
     return descriptor
 
 
-def _mover(tiers: LowerTiers, ready: int, closing: contextlib.ExitStack) -> Mover | None:
-    """Not started, and nothing to copy for yet; None without tiers."""
-    if tiers.stack is None:
-        return None
-    closing.callback(tiers.stack.close)
-    return Mover(tiers.stack, on_ready=lambda: os.eventfd_write(ready, 1))
+def _pools(config: Config, built: BuiltHomes) -> Pools:
+    (main, _), *others = built.homes
+    pools = Pools(
+        budget_nbytes=built.main.budget_nbytes,
+        segment_nbytes=main.stock.segment_nbytes,
+        session_quota_nbytes=config.limits.session_nbytes or None,
+        uid_quota_nbytes=config.limits.uid_nbytes or None,
+        device=main.device,
+    )
+    for home, sizes in others:
+        pools.add_device(home.device, budget_nbytes=sizes.budget_nbytes, segment_nbytes=home.stock.segment_nbytes)
+    return pools
+
+
+def _mover(tiers: LowerTiers, ready: int, closing: contextlib.ExitStack, *, has_card: bool) -> Mover | None:
+    """Not started, and nothing to copy for yet; None without tiers and without pools to copy between."""
+    stack = tiers.stack
+    if stack is None:
+        if not has_card:
+            return None
+        stack = Stack([])
+    closing.callback(stack.close)
+    return Mover(stack, on_ready=lambda: os.eventfd_write(ready, 1))
 
 
 def _pin_files(config: Config, closing: contextlib.ExitStack) -> tuple[PinFiles | None, tuple[str, ...]]:

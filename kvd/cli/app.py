@@ -44,6 +44,7 @@ COMMANDS = {
     "prefetch": Entry(
         "kvd.cli.prefetch", "prefetch", "Bring prompts up from the tiers below before they are asked for."
     ),
+    "resize": Entry("kvd.cli.resize", "resize", "Change how much memory the pools of a device may have."),
     "size": Entry("kvd.cli.size", "size_command", "Say how much memory a model's KV takes, and how many tokens fit."),
     "doctor": Entry("kvd.cli.doctor", "doctor", "Check this machine and the daemon; say how to fix what is wrong."),
     "run": Entry("kvd.cli.run", "run", "Run a Python program with kvd behind its transformers models."),

@@ -8,25 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.processes import UNKNOWN, Process
+from kvd.cli.render_memory import device_name, render_maps, render_memory
 from kvd.cli.render_tiers import render_tiers
 from kvd.cli.tables import Column, FittedTable, plain_table
 from kvd.cli.text import count, duration, percent, printable, size
-from kvd.status import (
-    ClientStatus,
-    MemoryStatus,
-    NamespaceStatus,
-    PinStatus,
-    PoolStatus,
-    SavingsStatus,
-    Snapshot,
-)
+from kvd.status import ClientStatus, NamespaceStatus, PinStatus, PoolStatus, SavingsStatus, Snapshot
 
-BAR_WIDTH = 24
 MAX_NAMESPACES = 20
 """Shown; `--json` has more of them."""
 
@@ -36,13 +26,15 @@ def render_status(snapshot: Snapshot, processes: Mapping[int, Process], own_pid:
     clients = [client for client in snapshot.clients if client.pid != own_pid]
     # Whoever only asked whether something is cached has made a namespace known, and nothing more.
     namespaces = [one for one in snapshot.namespaces if one.num_sealed or any(one.counters.values())]
-    parts: list[RenderableType] = [_head(snapshot), _memory(snapshot.memory)]
+    memories = snapshot.memories or [snapshot.memory]
+    has_card = any(memory.name for memory in memories)
+    parts: list[RenderableType] = [_head(snapshot), *render_memory(memories)]
     if snapshot.tenant:
         parts.append(Text(f"only what is yours ({printable(snapshot.tenant)}): access.isolation is uid", style="dim"))
     if snapshot.savings.num_tokens:
         parts.append(Text(f"saved  {saved_sentence(snapshot.savings)}"))
     if snapshot.pools:
-        parts += [Text(), render_pools(snapshot.pools)]
+        parts += [Text(), render_pools(snapshot.pools, has_card=has_card)]
     if snapshot.tiers:
         parts += [Text(), *render_tiers(snapshot.tiers, snapshot.mover)]
     if namespaces:
@@ -53,6 +45,8 @@ def render_status(snapshot: Snapshot, processes: Mapping[int, Process], own_pid:
     if snapshot.pins:
         parts += [Text(), render_pins(snapshot.pins)]
     parts += [Text(), render_clients(clients, processes) if clients else Text("no clients", style="dim")]
+    if has_card and any(client.maps for client in clients):
+        parts += [Text(), render_maps(clients)]
     if waits := render_waits(snapshot):
         parts += [Text(), *waits]
     if snapshot.warnings:
@@ -77,22 +71,14 @@ def _head(snapshot: Snapshot) -> RenderableType:
     )
 
 
-def _memory(memory: MemoryStatus) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(
-        Text(f"memory {printable(memory.device)}"),
-        ProgressBar(total=max(1, memory.budget_nbytes), completed=memory.used_nbytes, width=BAR_WIDTH),
-        Text(f"{size(memory.used_nbytes)} of {size(memory.budget_nbytes)} in pools"),
-    )
-    grid.add_row("", "", Text(f"{size(memory.ready_nbytes)} ready, {size(memory.available_nbytes)} more available"))
-    return grid
-
-
-def render_pools(pools: list[PoolStatus]) -> RenderableType:
+def render_pools(pools: list[PoolStatus], *, has_card: bool = False) -> RenderableType:
     """One row a pool."""
+    rest = ["tenant"]
+    rest += ["rule"] if any(pool.name for pool in pools) else []
+    rest += ["device"] if has_card else []
     table = plain_table(
         ("pool", "r"), ("block", "r"), ("segments", "r"), ("in use", "r"), ("cached", "r"), ("free", "r"),
-        ("evicted", "r"), ("tenant, rule" if any(pool.name for pool in pools) else "tenant", "rest"),
+        ("evicted", "r"), (", ".join(rest), "rest"),
     )  # fmt: skip
     for pool in pools:
         in_use = pool.num_referenced + pool.num_reserved + pool.num_filling
@@ -105,9 +91,14 @@ def render_pools(pools: list[PoolStatus]) -> RenderableType:
             count(pool.num_sealed - pool.num_referenced),
             count(pool.num_free),
             count(pool.counters.get("evictions", 0)),
-            Text(printable(", ".join(filter(None, (pool.tenant, pool.name))))),
+            Text(printable(", ".join(filter(None, (pool.tenant, pool.name, _device(pool) if has_card else ""))))),
         )
     return table
+
+
+def _device(pool: PoolStatus) -> str:
+    name = device_name(pool.device)
+    return f"{name} beside {device_name(pool.staged_from)}" if pool.staged_from else name
 
 
 def _most_filled(namespaces: list[NamespaceStatus]) -> list[NamespaceStatus]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from kvd.cli.render_memory import device_name
 from kvd.cli.render_status import render_clients
 from kvd.cli.text import count, duration, one_line, percent, printable, size
 from kvd.cli.top_state import TopState
@@ -96,7 +97,7 @@ def _memory(snapshot: Snapshot, width: int, *, is_plain: bool) -> Text:
     bar_width = max(10, min(40, width - 50))
     share = min(1.0, memory.used_nbytes / max(1, memory.budget_nbytes))
     full = round(share * bar_width)
-    text = Text(f"memory {printable(memory.device)} ")
+    text = Text(f"memory {device_name(memory.device)} ")
     text.append(("#" if is_plain else "━") * full, style="green" if share < 0.9 else "yellow")
     text.append(("-" if is_plain else "─") * (bar_width - full), style="dim")
     text.append(f" {size(memory.used_nbytes)} of {size(memory.budget_nbytes)}")

@@ -10,6 +10,7 @@ import msgspec
 import kvd_client
 from kvd.cli.model_shape import ModelShape, model_shape
 from kvd.cli.options import runtime_dir_option
+from kvd.cli.render_memory import device_name
 from kvd.cli.text import count, printable, size
 from kvd.config.sizes import parse_size
 from kvd.errors import ConfigError, ConnectionFailed, InvalidRequest, RequestTimeout
@@ -83,7 +84,8 @@ def _rooms(runtime_dir: str | None, budget: str | None) -> list[tuple[str, int]]
     except (ConnectionFailed, RequestTimeout):
         return []
     tiers = [(tier.name, tier.usage.budget_nbytes) for tier in snapshot.tiers if tier.usage is not None]
-    return [(f"memory ({snapshot.memory.device})", snapshot.memory.budget_nbytes), *tiers]
+    memories = [(f"memory ({device_name(one.device)})", one.budget_nbytes) for one in snapshot.memories]
+    return [*memories, *tiers]
 
 
 def sized(

@@ -22,6 +22,8 @@ class Watch:
 
     progress: Progress
     patience_s: float
+    quiet_until_s: float = 0.0
+    """Nothing is shown before."""
     _done: int = -1
     _since_s: float = 0.0
 
@@ -30,6 +32,8 @@ class Watch:
         now_s = time.monotonic()
         if done != self._done:
             self._done, self._since_s = done, now_s
+        if now_s >= self.quiet_until_s:
+            self.progress.start()
         self.progress.update(self.progress.task_ids[0], completed=done, total=total)
         if done >= total or now_s - self._since_s >= self.patience_s:
             return False
@@ -38,10 +42,13 @@ class Watch:
 
 
 @contextmanager
-def watching(what: str, *, patience_s: float = PATIENCE_S) -> Iterator[Watch]:
-    """A bar on a terminal, nothing elsewhere; gone at the end."""
+def watching(what: str, *, patience_s: float = PATIENCE_S, quiet_s: float = 0.0) -> Iterator[Watch]:
+    """A bar on a terminal, after `quiet_s`, and nothing elsewhere; gone at the end."""
     err = console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal) as bar:
-        bar.add_task(what, total=None)
-        yield Watch(bar, patience_s)
+    bar = Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal)
+    bar.add_task(what, total=None)
+    try:
+        yield Watch(bar, patience_s, time.monotonic() + quiet_s)
+    finally:
+        bar.stop()

@@ -26,7 +26,7 @@ from kvd.config.schema import Config
 from kvd.config.sizes import format_size, parse_size
 from kvd.errors import ConfigError
 
-RESERVED_ENVIRONMENT = frozenset({"KVD_CONFIG", "KVD_REDIS_PASSWORD"})
+RESERVED_ENVIRONMENT = frozenset({"KVD_CONFIG", "KVD_REDIS_PASSWORD", "KVD_LIBCUDA"})
 """Variables with our prefix that are no key of the configuration."""
 
 MIN_HOST_BUDGET_NBYTES = 1 << 20

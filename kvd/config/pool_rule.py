@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from kvd.block import PAGE_NBYTES
+
 TEXT = "text"
 """Key of a `Meta.extra` that says in words which value a field takes."""
 
@@ -58,6 +60,22 @@ class PoolRule(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             extra={TEXT: "a list of user names and numbers"},
         ),
     ] = ()
+    device: Annotated[
+        Annotated[str, Meta(pattern=r"\A(cpu|cuda:.{1,64})\Z")] | None,
+        Meta(
+            description="As memory.device, for these pools: cpu, or a card, which then has a budget of its own. Takes "
+            "effect at the next start; left out, memory.device holds. A cache that names a device goes there.",
+            extra={TEXT: "cpu, or cuda: and the number or UUID of a card"},
+        ),
+    ] = None
+    budget: Annotated[
+        Annotated[int, Meta(ge=PAGE_NBYTES, le=1 << 50)] | None,
+        Meta(
+            description="Memory for pools on the device that this rule names and memory.device does not; where several "
+            "rules name it, the largest of theirs. Left out, it is as memory.budget = auto.",
+            extra={"unit": "bytes"},
+        ),
+    ] = None
     spill: Annotated[
         SpillPolicy | None, Meta(description="As tiers.spill, for these pools; left out, tiers.spill holds.")
     ] = None

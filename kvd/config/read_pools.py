@@ -6,6 +6,7 @@ import msgspec
 
 from kvd.config.keys import POOL_KEYS, POOLS, nearest
 from kvd.config.pool_rule import MAX_RULES, PoolRule, is_pattern, uid_of
+from kvd.config.sizes import parse_size
 from kvd.errors import ConfigError
 
 
@@ -37,8 +38,8 @@ def _rule(table: dict[str, object], number: int, origin: str) -> PoolRule:
             raise ConfigError(f"unknown key {field} in {place} ({origin}); {advice}")
         key = POOL_KEYS[field]
         try:
-            checked = msgspec.convert(value, key.hint)
-        except msgspec.ValidationError as error:
+            checked = msgspec.convert(parse_size(value) if key.is_size and isinstance(value, str) else value, key.hint)
+        except (msgspec.ValidationError, ConfigError) as error:
             raise ConfigError(f"{field} of {place} must be {key.kind}; not {_shown(value)} ({origin})") from error
         if field in {"models", "engines"} and (open_ones := [one for one in checked if not is_pattern(one)]):
             raise ConfigError(f"{field} of {place} must be {key.kind}; not {_shown(open_ones[0])} ({origin})")

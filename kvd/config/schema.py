@@ -34,22 +34,48 @@ RedisSize = Annotated[int, Meta(ge=8 << 20, le=MAX_BUDGET_NBYTES)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
+class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Host memory beside a card: for processes that cannot map the card, and for caches that ask for "host"."""
+
+    budget: Annotated[
+        QuotaSize | Auto,
+        Meta(
+            description="Memory for these pools together, made only as it is needed; auto is a quarter of what the "
+            "machine or the cgroup has available at start, at most 8GiB; 0 is none.",
+            extra=SIZE,
+        ),
+    ] = "auto"
+
+
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """The byte budget for KV blocks and how its memory is made."""
+
+    device: Annotated[
+        Annotated[str, Meta(pattern=r"\A(auto|cpu|cuda:.{1,64})\Z")],
+        Meta(
+            description="Where pools live: cpu is host memory; cuda:0 (a number as this process counts) or "
+            "cuda:GPU-... (a UUID, or its beginning) is that card; auto is the card with the most memory that drives "
+            "no display, else host memory.",
+            extra={TEXT: "auto, cpu, or cuda: and the number or UUID of a card"},
+        ),
+    ] = "auto"
+    reserve_nbytes: Annotated[
+        QuotaSize, Meta(description="Memory of a card that is left free for its other users.", extra=SIZE)
+    ] = 512 << 20
 
     budget: Annotated[
         BudgetSize | Auto,
         Meta(
-            description="Memory for all pools together; auto is a quarter of what the machine or the cgroup has "
-            "available at start, at most 8GiB.",
+            description="Memory for all pools together; auto is a quarter of what the card, or the machine or the "
+            "cgroup, has available at start, at most 8GiB.",
             extra=SIZE,
         ),
     ] = "auto"
     segment: Annotated[
         SegmentSize | Auto,
         Meta(
-            description="Size of one segment, the unit in which pools grow and shrink; a multiple of 4096 and at least "
-            "one block. auto chooses by the budget.",
+            description="Size of one segment, the unit in which pools grow and shrink; a multiple of 4096 (on a card "
+            "it is rounded up to whole 2MiB) and at least one block. auto chooses by the budget.",
             extra=SIZE,
         ),
     ] = "auto"
@@ -71,6 +97,15 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
             "has the kernel make transparent ones else, as far as it can; off leaves all memory in plain pages."
         ),
     ] = "auto"
+    idle_release_s: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds after which a card that no session has a cache on is given up: its blocks are copied "
+            "down, memory and context freed, and both come back when a cache is opened there. 0 keeps it.",
+            extra=SECONDS,
+        ),
+    ] = 0.0
+    host: HostMemory = HostMemory()
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):

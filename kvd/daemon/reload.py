@@ -45,7 +45,7 @@ class Reloader:
             return
         try:
             config = self._read()
-            rules = pool_rules(config)
+            rules = pool_rules(config, self._daemon.devices)
         except KvdError as error:
             _log.warning("SIGHUP: the configuration was not taken over: %s", error)
             return

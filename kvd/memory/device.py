@@ -9,7 +9,7 @@ from kvd.cuda import Device, Driver, unproven
 from kvd.cuda.driver import SHARED_COMPUTE_MODE
 from kvd.errors import ConfigError, CudaUnavailable
 
-HOST = "cpu"
+CPU = "cpu"
 AUTO = "auto"
 _PREFIX = "cuda:"
 
@@ -30,7 +30,7 @@ def choose_device(wanted: str, open_driver: Callable[[], Driver] = Driver) -> Ch
     "auto" takes the card with the most memory that drives no display, and host memory where there is none. Raises
     `ConfigError` for another word, `CudaUnavailable` when a card that was named cannot be used.
     """
-    if wanted == HOST:
+    if wanted == CPU:
         return Choice(None, None, "blocks live in host memory, as configured")
     if wanted == AUTO:
         return _choose_automatically(open_driver)

@@ -52,15 +52,14 @@ class Lane:
 
     def room_for(self, nbytes: int) -> int:
         """How many more blocks of this size can be staged."""
-        step = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return (self.staging.nbytes - self._used_nbytes) // step
+        return (self.staging.nbytes - self._used_nbytes) // CopyEngine.padded_nbytes(nbytes)
 
     def stage(self, nbytes: int) -> Staged:
         """Staging memory for one block. Raises `CudaMisuse` when none is left: ask `room_for` first."""
         if not self.room_for(nbytes):
             raise CudaMisuse(f"no room to stage {nbytes} bytes: {self._used_nbytes} of {self.staging.nbytes} are used")
         offset = self._used_nbytes
-        self._used_nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._used_nbytes += CopyEngine.padded_nbytes(nbytes)
         return Staged(self.staging.view(offset, nbytes), self.staging.address + offset)
 
     def upload(self, segment: DeviceSegment, offset: int, staged: Staged) -> None:
@@ -91,11 +90,18 @@ class Lane:
         self._unsure = False
         self._held.clear()
 
-    def begin(self) -> None:
-        """For the engine: an empty lane. A lane whose copies could not be waited for is waited for again first."""
+    def begin(self, min_nbytes: int = 0) -> None:
+        """For the engine: an empty lane. A lane whose copies could not be waited for is waited for again first.
+
+        Its staging memory is made anew where it holds less than `min_nbytes`. Raises `CudaError`.
+        """
         if self._unsure:
             self.synchronize()
         self._used_nbytes = 0
+        if self.staging.nbytes < min_nbytes:
+            larger = StagingMemory(self.stream.context, CopyEngine.padded_nbytes(min_nbytes))
+            self.staging.close()
+            self.staging = larger
 
     def close(self) -> None:
         """For the engine: nobody uses it. Raises `CudaError`."""
@@ -107,7 +113,7 @@ class CopyEngine:
     """`num_lanes` lanes; as many threads copy at once, others wait for a lane. Safe to use from any thread."""
 
     def __init__(self, context: Context, *, num_lanes: int = 2, lane_nbytes: int = DEFAULT_LANE_NBYTES) -> None:
-        """A lane holds at least one block. Raises `CudaError`; nothing is left behind then."""
+        """A lane holds at least one block, however large. Raises `CudaError`; nothing is left behind then."""
         self.lane_nbytes = lane_nbytes
         self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         self._lanes: list[Lane] = []
@@ -127,12 +133,24 @@ class CopyEngine:
         """Why staging memory is not page-locked, None when it is."""
         return next((lane.staging.unlocked for lane in self._lanes if lane.staging.unlocked), None)
 
+    @staticmethod
+    def padded_nbytes(nbytes: int) -> int:
+        """What a block of that size takes of a lane."""
+        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def fits(self, used_nbytes: int, nbytes: int) -> bool:
+        """Whether a lane of which that much is used has room for one more block."""
+        return used_nbytes + self.padded_nbytes(nbytes) <= self.lane_nbytes
+
     @contextlib.contextmanager
-    def lane(self) -> Iterator[Lane]:
-        """A lane of one's own for a batch. At its end every copy is done, or the `CudaError` of one is raised."""
+    def lane(self, min_nbytes: int = 0) -> Iterator[Lane]:
+        """A lane of one's own for a batch, with room for a block of `min_nbytes`.
+
+        At its end every copy is done, or the `CudaError` of one is raised.
+        """
         lane = self._free.get()
         try:
-            lane.begin()
+            lane.begin(min_nbytes)
             try:
                 yield lane
             except BaseException:

@@ -79,6 +79,10 @@ class DeviceSegment:
         except CudaError as error:
             _log.error("a device segment of %d MiB was not given back: %s", self.nbytes >> 20, error)
 
+    def let_go(self) -> None:
+        """Leaves the memory to the end of the process: who still maps it keeps its bytes. Idempotent; never raises."""
+        self.address = 0
+
     @property
     def closed(self) -> bool:
         """Whether `close()` was called."""

@@ -60,6 +60,8 @@ class HostSegment:
         self.huge_pages = huge_pages
         self.writable_fd = self.read_only_fd = -1
         self._mapping: mmap.mmap | None = None
+        self.before_unmap: Callable[[], None] | None = None
+        """Called once before the daemon's own mapping goes."""
         try:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             if huge_pages:
@@ -93,6 +95,7 @@ class HostSegment:
 
     def close(self) -> None:
         """Gives the memory back to the machine and closes both descriptors. Nobody maps it any more. Never raises."""
+        self._unmap()
         if self.writable_fd >= 0:
             # A process that ignores its revoke still holds a descriptor; the punched memory is free all the same.
             # It cannot fail on a memfd of ours, and if it did the close would still free it with the last holder.
@@ -104,12 +107,18 @@ class HostSegment:
 
         Idempotent; never raises.
         """
-        self._mapping = None
+        self._unmap()
         writable_fd, self.writable_fd = self.writable_fd, -1
         read_only_fd, self.read_only_fd = self.read_only_fd, -1
         for descriptor in (writable_fd, read_only_fd):
             if descriptor >= 0:
                 os.close(descriptor)
+
+    def _unmap(self) -> None:
+        before_unmap, self.before_unmap = self.before_unmap, None
+        if before_unmap is not None:
+            before_unmap()
+        self._mapping = None
 
     @property
     def closed(self) -> bool:

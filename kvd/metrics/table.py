@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvd.status import PoolStatus, Snapshot, TierStatus, TierUsage
+from kvd.status import MemoryStatus, PoolStatus, Snapshot, TierStatus, TierUsage
 
 Sample = tuple[tuple[str, ...], float]
 """(label values, value)."""
@@ -30,8 +30,8 @@ def _one(value: Callable[[Snapshot], float]) -> Callable[[Snapshot], Iterable[Sa
     return lambda snapshot: [((), value(snapshot))]
 
 
-def _memory(value: Callable[[Snapshot], float]) -> Callable[[Snapshot], Iterable[Sample]]:
-    return lambda snapshot: [((snapshot.memory.device,), value(snapshot))]
+def _memory(value: Callable[[MemoryStatus], float]) -> Callable[[Snapshot], Iterable[Sample]]:
+    return lambda snapshot: [((memory.device,), value(memory)) for memory in snapshot.memories or [snapshot.memory]]
 
 
 def _pools(value: Callable[[PoolStatus], float]) -> Callable[[Snapshot], Iterable[Sample]]:
@@ -99,13 +99,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvd_uptime_seconds", "gauge", "Since the daemon's start.", (), _one(lambda s: s.uptime_s)),
     Metric("kvd_warnings", "gauge", "Warnings that `kvd status` shows.", (), _one(lambda s: len(s.warnings))),
     Metric("kvd_memory_budget_bytes", "gauge", "What all pools together may take.", ("device",),
-           _memory(lambda s: s.memory.budget_nbytes)),
+           _memory(lambda memory: memory.budget_nbytes)),
     Metric("kvd_memory_used_bytes", "gauge", "Segments that belong to a pool.", ("device",),
-           _memory(lambda s: s.memory.used_nbytes)),
+           _memory(lambda memory: memory.used_nbytes)),
     Metric("kvd_memory_ready_bytes", "gauge", "Segments made ahead of need.", ("device",),
-           _memory(lambda s: s.memory.ready_nbytes)),
+           _memory(lambda memory: memory.ready_nbytes)),
     Metric("kvd_memory_available_bytes", "gauge", "What the machine, or the cgroup, could still give.", ("device",),
-           _memory(lambda s: s.memory.available_nbytes)),
+           _memory(lambda memory: memory.available_nbytes)),
     Metric("kvd_pool_block_bytes", "gauge", "Size of one block.", ("pool",), _pools(lambda pool: pool.block_nbytes)),
     Metric("kvd_pool_blocks", "gauge", "Blocks by state; idle ones are cached and may be evicted.", ("pool", "state"),
            _block_states),

@@ -9,7 +9,21 @@ back; what follows from that is the service's affair.
     mover.close()                                               then the stack may be closed
 """
 
-from kvd.mover.jobs import Drop, Fill, Flush, Job, Learn, ListNames, Lookup, Measure, Rank, Spill
+from kvd.mover.jobs import Audit, Carry, Drop, Fill, Flush, Job, Learn, ListNames, Lookup, Measure, Rank, Spill
 from kvd.mover.mover import Mover
 
-__all__ = ["Drop", "Fill", "Flush", "Job", "Learn", "ListNames", "Lookup", "Measure", "Mover", "Rank", "Spill"]
+__all__ = [
+    "Audit",
+    "Carry",
+    "Drop",
+    "Fill",
+    "Flush",
+    "Job",
+    "Learn",
+    "ListNames",
+    "Lookup",
+    "Measure",
+    "Mover",
+    "Rank",
+    "Spill",
+]

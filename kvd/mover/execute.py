@@ -9,11 +9,14 @@ from typing import cast
 import xxhash
 
 from kvd.block import NamespaceDigest
-from kvd.errors import BlockCorrupt, TierError
-from kvd.mover.jobs import Drop, Fill, Flush, Job, Learn, ListNames, Lookup, Measure, Spill
+from kvd.errors import BlockCorrupt, CudaError, TierError
+from kvd.memory.block_memory import alike, carrying, readable, together, writable
+from kvd.mover.jobs import Audit, Carry, Drop, Fill, Flush, Job, Learn, ListNames, Lookup, Measure, Spill
 from kvd.tiers.base import Read
 from kvd.tiers.names import NamespaceName
 from kvd.tiers.stack import Put, Stack
+
+_CORRUPT_SOURCE = "the block's bytes are not those its writer sealed"
 
 
 def execute(batch: Sequence[Job], stack: Stack) -> None:
@@ -28,6 +31,8 @@ def execute(batch: Sequence[Job], stack: Stack) -> None:
             _fill(cast("Sequence[Fill]", batch), stack)
         elif kind is Spill:
             _spill(cast("Sequence[Spill]", batch), stack)
+        elif kind is Carry:
+            _carry(cast("Sequence[Carry]", batch))
         elif kind is Flush:
             _flush(cast("Sequence[Flush]", batch), stack)
         else:
@@ -45,6 +50,8 @@ def _one(job: Job, stack: Stack) -> None:
         stack.delete(job.keys)
     elif isinstance(job, Measure):
         stack.measure()
+    elif isinstance(job, Audit):
+        _audit(job)
     job.error = None
 
 
@@ -77,26 +84,78 @@ def _look_up(jobs: Sequence[Lookup], stack: Stack) -> None:
 
 
 def _fill(jobs: Sequence[Fill], stack: Stack) -> None:
-    outcomes = stack.get_many([Read(job.key, job.into) for job in jobs], [job.place for job in jobs])
-    for job, outcome in zip(jobs, outcomes, strict=True):
-        job.error = outcome
+    for group in together([job.into for job in jobs]):
+        same = [jobs[index] for index in group]
+        try:
+            outcomes = _fill_group(same, stack)
+        except CudaError as error:
+            # Which of the copies it was, nobody can say.
+            outcomes = [error] * len(same)
+        for job, outcome in zip(same, outcomes, strict=True):
+            job.error = outcome
     moved = [job for job in jobs if job.drop_below and job.error is None]
     if moved and stack.delete([job.key for job in moved]):
         for job in moved:
             job.kept_below = False
 
 
+def _fill_group(jobs: Sequence[Fill], stack: Stack) -> list[TierError | CudaError | None]:
+    """The outcomes; what is said to be well is where it belongs, on a card too. Raises `CudaError`."""
+    with writable([job.into for job in jobs]) as target:
+        reads = [Read(job.key, view) for job, view in zip(jobs, target.views, strict=True)]
+        outcomes = stack.get_many(reads, [job.place for job in jobs])
+        target.keep(index for index, outcome in enumerate(outcomes) if outcome is None)
+    return [*outcomes]
+
+
 def _spill(jobs: Sequence[Spill], stack: Stack) -> None:
+    for group in together([job.data for job in jobs]):
+        same = [jobs[index] for index in group]
+        try:
+            with readable([job.data for job in same]) as views:
+                _put(list(zip(same, views, strict=True)), stack)
+        except CudaError as error:
+            for job in same:
+                job.error = error
+
+
+def _put(spills: Sequence[tuple[Spill, memoryview]], stack: Stack) -> None:
     # A stray write through some client's mapping must not spread: what its writer vouched for is checked first.
-    whole = [job for job in jobs if not job.ticket.checksum or _checksum(job.data) == job.ticket.checksum]
-    for job in jobs:
-        if job not in whole:
-            job.error = BlockCorrupt("the block's bytes are not those its writer sealed", cause="corrupt-source")
-    for lasting_only in {job.lasting_only for job in whole}:
-        same = [job for job in whole if job.lasting_only is lasting_only]
-        puts = [Put(job.key, job.data, job.generations, job.itemsize) for job in same]
-        for job, outcome in zip(same, stack.put_many(puts, lasting_only=lasting_only), strict=True):
+    whole: list[tuple[Spill, memoryview]] = []
+    for job, data in spills:
+        if not job.ticket.checksum or _checksum(data) == job.ticket.checksum:
+            whole.append((job, data))
+        else:
+            job.error = BlockCorrupt(_CORRUPT_SOURCE, cause="corrupt-source")
+    for lasting_only in {job.lasting_only for job, _ in whole}:
+        same = [(job, data) for job, data in whole if job.lasting_only is lasting_only]
+        puts = [Put(job.key, data, job.generations, job.itemsize) for job, data in same]
+        for (job, _), outcome in zip(same, stack.put_many(puts, lasting_only=lasting_only), strict=True):
             job.error = outcome
+
+
+def _carry(jobs: Sequence[Carry]) -> None:
+    for group in alike([(job.data, job.into) for job in jobs]):
+        same = [jobs[index] for index in group]
+        try:
+            with carrying([(job.data, job.into) for job in same]) as views:
+                for job, view in zip(same, views, strict=True):
+                    whole = not job.checksum or _checksum(view) == job.checksum
+                    job.error = None if whole else BlockCorrupt(_CORRUPT_SOURCE, cause="corrupt-source")
+        except CudaError as error:
+            for job in same:
+                job.error = error
+
+
+def _audit(job: Audit) -> None:
+    for group in together(job.data):
+        try:
+            with readable([job.data[index] for index in group]) as views:
+                found = [_checksum(view) for view in views]
+        except CudaError:
+            continue
+        for index, checksum in zip(group, found, strict=True):
+            job.differs[index] = checksum != job.checksums[index]
 
 
 def _checksum(data: memoryview) -> int:

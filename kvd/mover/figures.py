@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvd.errors import BlockMissing, StaleGeneration
-from kvd.mover.jobs import Fill, Flush, Job, Lookup, Spill
+from kvd.mover.jobs import Carry, Fill, Flush, Job, Lookup, Spill
 
 
 class MoverFigures:
@@ -23,6 +23,9 @@ class MoverFigures:
             spilled_nbytes=0,
             failed_spills=0,
             stale_spills=0,
+            carried=0,
+            carried_nbytes=0,
+            failed_carries=0,
             flushes=0,
             cancelled=0,
         )
@@ -39,16 +42,22 @@ class MoverFigures:
         elif isinstance(job, Fill):
             if job.error is None:
                 counts["promoted"] += 1
-                counts["promoted_nbytes"] += len(job.into)
+                counts["promoted_nbytes"] += job.into.nbytes
             elif not isinstance(job.error, BlockMissing):
                 counts["failed_promotions"] += 1
         elif isinstance(job, Spill):
             if job.error is None:
                 counts["spilled"] += 1
-                counts["spilled_nbytes"] += len(job.data)
+                counts["spilled_nbytes"] += job.data.nbytes
             elif isinstance(job.error, StaleGeneration):
                 counts["stale_spills"] += 1
             else:
                 counts["failed_spills"] += 1
+        elif isinstance(job, Carry):
+            if job.error is None:
+                counts["carried"] += 1
+                counts["carried_nbytes"] += job.data.nbytes
+            else:
+                counts["failed_carries"] += 1
         elif isinstance(job, Flush):
             counts["flushes"] += 1

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from kvd.block import NamespaceDigest
-from kvd.errors import TierError, TierUnavailable
+from kvd.errors import CudaError, TierError, TierUnavailable
+from kvd.memory import BlockMemory
 from kvd.pool import FillTicket, SpillTicket
 from kvd.tiers.base import TierKey
 from kvd.tiers.names import NamespaceName
@@ -50,7 +51,7 @@ class Job:
         self.rank = self.default_rank if rank is None else rank
         self.state = JobState.QUEUED
         self.cancelled = False
-        self.error: TierError | None = TierUnavailable("the copy did not run to its end", cause="not-run")
+        self.error: TierError | CudaError | None = TierUnavailable("the copy did not run to its end", cause="not-run")
         """None once it went well."""
 
     def finish(self) -> None:
@@ -92,7 +93,7 @@ class Learn(Job):
 
 
 class Fill(Job):
-    """Copies one block up. `into` is the whole block in the segment; nobody else touches it until the completion."""
+    """Copies one block up. `into` is the whole block in its segment; nobody else touches it until the completion."""
 
     __slots__ = ("drop_below", "into", "kept_below", "key", "place", "ticket")
     default_rank = Rank.FILL
@@ -102,7 +103,7 @@ class Fill(Job):
         ticket: FillTicket,
         key: TierKey,
         place: int,
-        into: memoryview,
+        into: BlockMemory,
         on_done: Callable[[Fill], None],
         *,
         wanted: bool,
@@ -131,7 +132,7 @@ class Spill(Job):
     def __init__(
         self,
         ticket: SpillTicket,
-        data: memoryview,
+        data: BlockMemory,
         generations: Generations,
         on_done: Callable[[Spill], None],
         *,
@@ -148,6 +149,57 @@ class Spill(Job):
 
     def finish(self) -> None:
         self.data.release()
+        super().finish()
+
+
+class Carry(Job):
+    """Copies one block from one pool to another, of which one lies on a card and the other in host memory.
+
+    `data` is sealed and referenced, `into` nobody else touches, both until the completion.
+    """
+
+    __slots__ = ("checksum", "data", "into", "ticket")
+    default_rank = Rank.FILL
+
+    def __init__(
+        self,
+        ticket: FillTicket,
+        data: BlockMemory,
+        into: BlockMemory,
+        on_done: Callable[[Carry], None],
+        *,
+        checksum: int,
+        rank: Rank,
+    ) -> None:
+        """`checksum` is what the block's writer gave, 0 for none."""
+        super().__init__(on_done, rank)
+        self.ticket = ticket
+        self.data = data
+        self.into = into
+        self.checksum = checksum
+
+    def finish(self) -> None:
+        self.data.release()
+        self.into.release()
+        super().finish()
+
+
+class Audit(Job):
+    """Compares blocks on cards with the checksums of their writers. Each `data` is sealed and referenced."""
+
+    __slots__ = ("checksums", "data", "differs")
+    default_rank = Rank.FILL
+
+    def __init__(self, data: Sequence[BlockMemory], checksums: Sequence[int], on_done: Callable[[Audit], None]) -> None:
+        super().__init__(on_done)
+        self.data = data
+        self.checksums = checksums
+        self.differs: list[bool | None] = [None] * len(data)
+        """By block; None where it could not be read."""
+
+    def finish(self) -> None:
+        for one in self.data:
+            one.release()
         super().finish()
 
 

@@ -4,13 +4,17 @@ Everything here is called on the loop thread only; nothing is locked. Every verb
 then takes effect, or raises with nothing changed (evictions that made room for a `Grow` excepted).
 
 ## API
-`Pools` is one device's byte budget and all its pools:
+`Pools` is all pools, and for each device the byte budget that its pools share:
 
-    pools = Pools(budget_nbytes=…, segment_nbytes=…, floor_segments=1, session_quota_nbytes=None, uid_quota_nbytes=None)
+    pools = Pools(budget_nbytes=…, segment_nbytes=…, floor_segments=1, session_quota_nbytes=None, uid_quota_nbytes=None,
+                  device="host")
+    pools.add_device(uuid, budget_nbytes=…, segment_nbytes=…)         a budget of its own; ids and quotas are shared
     pools.open_session(session, uid); pools.end_session(session)      everything it held goes back, in all pools
-    pool = pools.pool(tenant, block_nbytes, name="")                  made on demand
-    pools.set_budget(nbytes); pools.growth_failed(pool_id, reason); pools.memory_retry()
-    pools.num_segments_room                                           segments the budget could still give
+    pool = pools.pool(tenant, block_nbytes, name="", device=…,
+                      source=None)                                    made on demand
+    pools.plan_shrink(nbytes, device) -> Shrink                       what a smaller budget would take
+    pools.set_budget(nbytes, device); pools.growth_failed(pool_id, reason); pools.memory_retry()
+    pools.num_segments_room(device)                                   segments the budget could still give
     pools.take_dropped(); pools.take_woken()                          drain after every call below
     pools.has_announcements(session); pools.session_figures(session) -> LeaseFigures
     pools.num_namespaces; pools.forget_namespaces(in_use) -> those that nobody needs any more
@@ -28,7 +32,7 @@ then takes effect, or raises with nothing changed (evictions that made room for 
     pool.release(session, blocks=(), reserved=(), hashes=())          blocks from head to tail of their sequence
     pool.match(hashes) -> int; pool.checksums(session, blocks) -> list[int]
     pool.begin_fill(namespace, hash, hold=0) -> FillTicket | Grow | None; pool.complete_fill(ticket, ok)
-    pool.hold(hashes) -> int; pool.end_hold(hold)                     what a promotion gathered stays until it is taken
+    pool.hold(hashes) -> int; pool.held(hold); pool.end_hold(hold)    what a promotion gathered stays until it is taken
     pool.num_expendable, pool.num_attainable                          what watermarks compare
     pool.spill_candidates(limit, newest_first=, accept=); pool.without_copy(hashes)
     pool.begin_spill(block) -> SpillTicket; pool.complete_spill(ticket, ok); pool.forget_corrupt(hash)
@@ -48,12 +52,14 @@ from kvd.pool.outcomes import (
     DroppedSegment,
     FillTicket,
     Grow,
+    HeldBlock,
     LeaseFigures,
     SpillTicket,
     WaitFor,
 )
 from kvd.pool.pool import Pool
 from kvd.pool.pools import Pools
+from kvd.pool.shrinking import Shrink
 
 __all__ = [
     "AskBelow",
@@ -62,10 +68,12 @@ __all__ = [
     "DroppedSegment",
     "FillTicket",
     "Grow",
+    "HeldBlock",
     "LeaseFigures",
     "NamespaceCounters",
     "Pool",
     "Pools",
+    "Shrink",
     "SpillTicket",
     "WaitFor",
 ]

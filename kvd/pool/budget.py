@@ -17,6 +17,8 @@ class Budget:
         """What the machine gave before it gave no more; None while it has not refused."""
         self.failure = ""
         """Why it refused."""
+        self.num_draining = 0
+        """Segments that left their pools and whose memory is not back yet, since clients still map it."""
         self.stores: list[BlockStore] = []
 
     @property
@@ -32,8 +34,8 @@ class Budget:
 
     @property
     def headroom(self) -> int:
-        """Segments up to the limit; negative while retiring ones still hold memory above it."""
-        return self.limit - self.num_segments
+        """Segments up to the limit; negative while retiring or draining ones still hold memory above it."""
+        return self.limit - self.num_segments - self.num_draining
 
     @property
     def room(self) -> int:
@@ -56,7 +58,7 @@ class Budget:
 
     def growth_failed(self, reason: str) -> None:
         """The machine gives no more than what the pools have now; a segment one gives up can still go to another."""
-        self._had_segments = self.num_segments
+        self._had_segments = self.num_segments + self.num_draining
         self.failure = reason
 
     def memory_retry(self) -> None:
@@ -67,16 +69,28 @@ class Budget:
     def set_nbytes(self, budget_nbytes: int) -> None:
         """A smaller budget retires segments until the rest fits: unpinned ones first, the coldest of those first."""
         self.budget_nbytes = budget_nbytes
-        excess = sum(store.num_active() for store in self.stores) - budget_nbytes // self.segment_nbytes
-        for _ in range(excess):
-            # Some pool is above its floor here, since the floors of all fit the budget.
-            candidates = [
-                (segment.num_pinned, age(segment), store, segment)
-                for store in self.stores
-                if store.num_active() > self.floor and (segment := store.least_pinned())
-            ]
-            _, _, store, segment = min(candidates, key=lambda candidate: candidate[:2])
+        for store, segment in self.excess(budget_nbytes):
             store.retire(segment)
+
+    def excess(self, budget_nbytes: int) -> list[tuple[BlockStore, Segment]]:
+        """What a budget of that size would retire, in that order."""
+        num_fit = budget_nbytes // self.segment_nbytes
+        # The floors of all fit the budget, so leaving each pool its own never leaves too much.
+        floor = min(self._floor_segments, num_fit // max(1, len(self.stores)))
+        spare = {store.pool_id: store.num_active() - floor for store in self.stores}
+        num_excess = sum(store.num_active() for store in self.stores) - num_fit
+        candidates = sorted(
+            ((segment.num_pinned, age(segment), store, segment) for store in self.stores for segment in store.active()),
+            key=lambda candidate: candidate[:2],
+        )
+        chosen: list[tuple[BlockStore, Segment]] = []
+        for _, _, store, segment in candidates:
+            if len(chosen) >= num_excess:
+                break
+            if spare[store.pool_id] > 0:
+                spare[store.pool_id] -= 1
+                chosen.append((store, segment))
+        return chosen
 
     def num_obtainable(self, asking: BlockStore) -> int:
         """Segments the pool could get at most: the room, and what the other pools could give up."""

@@ -11,7 +11,7 @@ from kvd.errors import OutOfBlocks, OutOfMemory, StateError
 from kvd.pool.blocks import Block
 from kvd.pool.budget import Budget
 from kvd.pool.namespaces import NamespaceCounters
-from kvd.pool.outcomes import FillTicket, Grow, SpillTicket
+from kvd.pool.outcomes import FillTicket, Grow, HeldBlock, SpillTicket
 from kvd.pool.store import BlockStore
 from kvd.pool.transfers import Transfers
 
@@ -31,6 +31,11 @@ class Exchange(abc.ABC):
     def hold(self, hashes: Sequence[ChainHash]) -> int:
         """The mover references the longest resident prefix, until `end_hold`. The number names the hold."""
         return self.transfers.begin_hold(self.store.index.prefix(hashes, len(hashes)))
+
+    def held(self, hold: int) -> list[HeldBlock]:
+        """What an open hold keeps, in order."""
+        blocks = self.transfers.holds.get(hold, ())
+        return [HeldBlock(block.id, block.hash, block.checksum) for block in blocks if block.hash is not None]
 
     def end_hold(self, hold: int) -> None:
         """Its references go back; they count as a use of the blocks. A hold that has ended changes nothing."""
@@ -75,9 +80,9 @@ class Exchange(abc.ABC):
         self.store.fill(block, namespace, chain_hash)
         return self.transfers.begin_fill(block, hold)
 
-    def complete_fill(self, ticket: FillTicket, ok: bool, *, has_copy_below: bool = True) -> None:
-        """The promotion ended. A ticket that is not open (any more) changes nothing."""
-        self.transfers.complete_fill(ticket, ok=ok, has_copy_below=has_copy_below)
+    def complete_fill(self, ticket: FillTicket, ok: bool, *, has_copy_below: bool = True, checksum: int = 0) -> None:
+        """The promotion ended. A ticket that is not open (any more) changes nothing. `checksum` is the writer's."""
+        self.transfers.complete_fill(ticket, ok=ok, has_copy_below=has_copy_below, checksum=checksum)
 
     @property
     def num_expendable(self) -> int:
@@ -93,6 +98,11 @@ class Exchange(abc.ABC):
     def num_in_transit(self) -> int:
         """Blocks that copies hold, which end soon and depend on no session."""
         return len(self.transfers.spills) + len(self.transfers.fills)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody references or writes a block: a session, a copy, or what keeps a prefix for one."""
+        return bool(self.store.num_references or self.store.num_reserved or self.store.num_filling)
 
     @property
     def num_attainable(self) -> int:

@@ -70,6 +70,16 @@ class FillTicket:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldBlock:
+    """A block that a hold keeps."""
+
+    block: BlockId
+    hash: ChainHash
+    checksum: int
+    """What the writer gave at the seal; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpillTicket:
     """Copy the bytes of `block` down under `hash`, then call `Pool.complete_spill` exactly once."""
 
@@ -96,10 +106,12 @@ class LeaseFigures:
 
 @dataclass(frozen=True, slots=True)
 class BudgetUsage:
-    """The byte budget of one device and what the pools use of it."""
+    """The byte budget of one device, and what the pools use of it."""
 
     budget_nbytes: int
     used_nbytes: int
     """Bytes of all segments, the retiring ones included."""
     num_segments: int
     num_segments_retiring: int
+    num_segments_draining: int = 0
+    """Segments that left their pools, which clients have not closed yet; no part of the others."""

@@ -34,6 +34,8 @@ class Pool(Exchange):
         tenant: str,
         block_nbytes: int,
         name: str,
+        device: str,
+        source: Pool | None,
         store: BlockStore,
         budget: Budget,
         sessions: Sessions,
@@ -44,6 +46,10 @@ class Pool(Exchange):
         self.block_nbytes = block_nbytes
         self.name = name
         """Of the rule it was made for; "" without one."""
+        self.device = device
+        """Where its segments are: "host", or a card's UUID."""
+        self.source = source
+        """The pool on a card that this one stands beside, for processes that cannot map that card; else None."""
         self.blocks_per_segment = store.blocks_per_segment
         self.store = store
         self.budget = budget

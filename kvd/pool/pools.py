@@ -1,12 +1,12 @@
-"""All pools of one device, their sessions and their budget."""
+"""All pools of a daemon, their sessions, and one budget for each device."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Container
 
-from kvd.block import PAGE_NBYTES, ChainHash, NamespaceDigest, SessionId
-from kvd.errors import InvalidLayout, InvalidRequest
+from kvd.block import HOST, PAGE_NBYTES, ChainHash, NamespaceDigest, SessionId
+from kvd.errors import InvalidLayout, InvalidRequest, StateError
 from kvd.pool import integrity
 from kvd.pool.block_map import block_map
 from kvd.pool.blocks import SegmentState
@@ -17,6 +17,7 @@ from kvd.pool.outcomes import BudgetUsage, DroppedSegment, LeaseFigures
 from kvd.pool.pool import Pool
 from kvd.pool.quotas import Quotas
 from kvd.pool.sessions import Sessions
+from kvd.pool.shrinking import Shrink
 from kvd.pool.store import BlockStore
 from kvd.status import NamespaceStatus, PoolStatus
 
@@ -24,7 +25,8 @@ from kvd.status import NamespaceStatus, PoolStatus
 class Pools:
     """Every call is for the loop thread; nothing is locked.
 
-    `take_dropped` and `take_woken` are drained after every call: what they name cannot wait.
+    `take_dropped` and `take_woken` are drained after every call: what they name cannot wait. Ids of pools, sessions and
+    quotas are over all devices; memory is not: each device has a budget, and no segment moves between two of them.
     """
 
     def __init__(
@@ -35,22 +37,43 @@ class Pools:
         floor_segments: int = 1,
         session_quota_nbytes: int | None = None,
         uid_quota_nbytes: int | None = None,
+        device: str = HOST,
     ) -> None:
-        if segment_nbytes <= 0 or segment_nbytes % PAGE_NBYTES:
-            raise InvalidRequest(
-                f"a segment of {segment_nbytes} bytes is not a whole number of {PAGE_NBYTES}-byte pages"
-            )
-        if budget_nbytes < 0 or floor_segments < 0:
-            raise InvalidRequest(f"budget {budget_nbytes} and floor {floor_segments} must not be negative")
-        self.segment_nbytes = segment_nbytes
-        self._budget = Budget(budget_nbytes=budget_nbytes, segment_nbytes=segment_nbytes, floor_segments=floor_segments)
+        """`device` is the first one, and the one that is meant where a call names none."""
+        self.device = device
+        self._floor_segments = floor_segments
+        self._budgets: dict[str, Budget] = {}
         self._sessions = Sessions(Quotas(session_quota_nbytes, uid_quota_nbytes))
         self._clock = LogicalClock()
         self._dropped: list[DroppedSegment] = []
         self._woken: list[tuple[int, ChainHash]] = []
         self._pools: list[Pool] = []
         """By pool id."""
-        self._by_shape: dict[tuple[str, int, str], Pool] = {}
+        self._by_shape: dict[tuple[str, str, int, str, str], Pool] = {}
+        self.add_device(device, budget_nbytes=budget_nbytes, segment_nbytes=segment_nbytes)
+
+    def add_device(self, device: str, *, budget_nbytes: int, segment_nbytes: int) -> None:
+        """From now on pools may be made on this device, too."""
+        if segment_nbytes <= 0 or segment_nbytes % PAGE_NBYTES:
+            raise InvalidRequest(
+                f"a segment of {segment_nbytes} bytes is not a whole number of {PAGE_NBYTES}-byte pages"
+            )
+        if budget_nbytes < 0 or self._floor_segments < 0:
+            raise InvalidRequest(f"budget {budget_nbytes} and floor {self._floor_segments} must not be negative")
+        if device in self._budgets:
+            raise StateError(f"there is a budget for {device} already")
+        self._budgets[device] = Budget(
+            budget_nbytes=budget_nbytes, segment_nbytes=segment_nbytes, floor_segments=self._floor_segments
+        )
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """In the order in which they were added."""
+        return tuple(self._budgets)
+
+    def segment_nbytes(self, device: str) -> int:
+        """Of every segment of that device."""
+        return self._budgets[device].segment_nbytes
 
     def open_session(self, session: SessionId, uid: int) -> None:
         """A session begins. `uid` is the kernel's word."""
@@ -63,35 +86,50 @@ class Pools:
             self._pools[pool_id].end_lease(record)
         self._sessions.close(record)
 
-    def pool(self, tenant: str, block_nbytes: int, name: str = "") -> Pool:
-        """The tenant's pool of that block size and name, made on demand without memory.
+    def pool(
+        self,
+        tenant: str,
+        block_nbytes: int,
+        name: str = "",
+        *,
+        device: str | None = None,
+        source: Pool | None = None,
+    ) -> Pool:
+        """The tenant's pool of that block size and name on the device, made on demand without memory.
 
-        Pools of different names keep apart what one would hold together: a namespace may have blocks in several.
+        Pools of different names keep apart what one would hold together: a namespace may have blocks in several. With
+        `source` it is the pool beside that one, for those who cannot map the other's device.
 
         Raises `InvalidLayout` when a block is not whole pages or larger than a segment.
         """
-        found = self._by_shape.get((tenant, block_nbytes, name))
+        device = self.device if device is None else device
+        shape = (device, tenant, block_nbytes, name, "" if source is None else source.device)
+        found = self._by_shape.get(shape)
         if found is not None:
             return found
         if block_nbytes <= 0 or block_nbytes % PAGE_NBYTES:
             raise InvalidLayout(f"a block of {block_nbytes} bytes is not a whole number of {PAGE_NBYTES}-byte pages")
-        if block_nbytes > self.segment_nbytes:
+        budget = self._budgets[device]
+        if block_nbytes > budget.segment_nbytes:
             raise InvalidLayout(
-                f"a block of {block_nbytes} bytes does not fit a segment of {self.segment_nbytes}; raise memory.segment"
+                f"a block of {block_nbytes} bytes does not fit a segment of {budget.segment_nbytes}; raise "
+                f"memory.segment"
             )
-        store = BlockStore(len(self._pools), self.segment_nbytes // block_nbytes, self._clock, self._dropped)
+        store = BlockStore(len(self._pools), budget.segment_nbytes // block_nbytes, self._clock, self._dropped)
         found = Pool(
             tenant=tenant,
             block_nbytes=block_nbytes,
             name=name,
+            device=device,
+            source=source,
             store=store,
-            budget=self._budget,
+            budget=budget,
             sessions=self._sessions,
             woken=self._woken,
         )
-        self._budget.stores.append(store)
+        budget.stores.append(store)
         self._pools.append(found)
-        self._by_shape[tenant, block_nbytes, name] = found
+        self._by_shape[shape] = found
         return found
 
     @property
@@ -99,31 +137,53 @@ class Pools:
         """Every pool, by id."""
         return tuple(self._pools)
 
+    def get(self, pool_id: int) -> Pool:
+        """The pool of an id that a pool was given."""
+        return self._pools[pool_id]
+
+    def of_device(self, device: str) -> list[Pool]:
+        """Its pools, by id."""
+        return [pool for pool in self._pools if pool.device == device]
+
     def set_quotas(self, *, session_nbytes: int | None, uid_nbytes: int | None) -> None:
         """From now on nobody gets more than this. Who holds more keeps it."""
         self._sessions.quotas = Quotas(session_nbytes, uid_nbytes)
 
-    def set_budget(self, nbytes: int) -> None:
+    def set_budget(self, nbytes: int, device: str | None = None) -> None:
         """Shrinks by retiring segments, unpinned and coldest first; grows later, on demand.
 
         Segments with held blocks leave when the last of them is released: `usage` says how much is still to go.
         """
         if nbytes < 0:
             raise InvalidRequest(f"a budget of {nbytes} bytes is negative")
-        self._budget.set_nbytes(nbytes)
+        self._of(device).set_nbytes(nbytes)
+
+    def retire_all(self, device: str) -> None:
+        """Every segment of the device leaves its pool, as soon as nobody holds a block of it."""
+        for store in self._budgets[device].stores:
+            for segment in store.active():
+                store.retire(segment)
+
+    def plan_shrink(self, nbytes: int, device: str) -> Shrink:
+        """What a budget of that size would take now; changes nothing."""
+        by_store = {pool.store.pool_id: pool for pool in self._pools}
+        return Shrink([(by_store[store.pool_id], segment) for store, segment in self._budgets[device].excess(nbytes)])
+
+    def set_draining(self, device: str, num_segments: int) -> None:
+        """So many segments left their pools and still hold memory: they are no room until they are gone."""
+        self._budgets[device].num_draining = num_segments
 
     def growth_failed(self, pool_id: int, reason: str) -> None:
-        """Memory for a `Grow` of that pool could not be had: until `memory_retry` the pools evict instead."""
-        self._budget.growth_failed(f"{reason} (for pool {pool_id})")
+        """Memory for a `Grow` of that pool could not be had: until `memory_retry` the device's pools evict instead."""
+        self._pools[pool_id].budget.growth_failed(f"{reason} (for pool {pool_id})")
 
-    def memory_retry(self) -> None:
-        """Memory may be had again."""
-        self._budget.memory_retry()
+    def memory_retry(self, device: str | None = None) -> None:
+        """Memory of the device may be had again."""
+        self._of(device).memory_retry()
 
-    @property
-    def num_segments_room(self) -> int:
+    def num_segments_room(self, device: str | None = None) -> int:
         """Segments that could still be given, whichever pool asks; a pool without block ids for more makes it 0."""
-        return self._budget.room_for_any
+        return self._of(device).room_for_any
 
     def has_announcements(self, session: SessionId) -> bool:
         """Whether the session announced a hash, in any pool, that nobody sealed yet."""
@@ -152,16 +212,21 @@ class Pools:
             num_announced=sum(len(lease.announced) for lease in leases),
         )
 
-    def usage(self) -> BudgetUsage:
-        """The budget and what is used of it."""
-        num_segments = self._budget.num_segments
-        num_active = sum(store.num_active() for store in self._budget.stores)
+    def usage(self, device: str | None = None) -> BudgetUsage:
+        """The device's budget and what is used of it."""
+        budget = self._of(device)
+        num_segments = budget.num_segments
+        num_active = sum(store.num_active() for store in budget.stores)
         return BudgetUsage(
-            budget_nbytes=self._budget.budget_nbytes,
-            used_nbytes=num_segments * self.segment_nbytes,
+            budget_nbytes=budget.budget_nbytes,
+            used_nbytes=num_segments * budget.segment_nbytes,
             num_segments=num_segments,
             num_segments_retiring=num_segments - num_active,
+            num_segments_draining=budget.num_draining,
         )
+
+    def _of(self, device: str | None) -> Budget:
+        return self._budgets[self.device if device is None else device]
 
     @property
     def num_namespaces(self) -> int:
@@ -233,6 +298,8 @@ def _pool_status(pool: Pool, *, with_map: bool) -> PoolStatus:
         pool=pool.pool_id,
         tenant=pool.tenant,
         name=pool.name,
+        device=pool.device,
+        staged_from="" if pool.source is None else pool.source.device,
         block_nbytes=pool.block_nbytes,
         num_segments=len(store.segments),
         num_segments_retiring=sum(s.state is SegmentState.RETIRING for s in store.segments.values()),

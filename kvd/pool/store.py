@@ -287,10 +287,9 @@ class BlockStore:
         """The ACTIVE segments nobody holds a block of; O(segments)."""
         return [s for s in self.segments.values() if s.state is SegmentState.ACTIVE and not s.num_pinned]
 
-    def least_pinned(self) -> Segment | None:
-        """The ACTIVE segment with the fewest held blocks, the coldest of those; O(segments)."""
-        candidates = (s for s in self.segments.values() if s.state is SegmentState.ACTIVE)
-        return min(candidates, key=lambda s: (s.num_pinned, age(s)), default=None)
+    def active(self) -> list[Segment]:
+        """The segments that are not retiring; O(segments)."""
+        return [s for s in self.segments.values() if s.state is SegmentState.ACTIVE]
 
     def num_active(self) -> int:
         """Segments that are not retiring; O(segments)."""

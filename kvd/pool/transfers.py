@@ -72,7 +72,7 @@ class Transfers:
         self.fills[generation] = ticket_for
         return FillTicket(self._store.pool_id, ticket_for.id, generation, ticket_for.hash, hold)
 
-    def complete_fill(self, ticket: FillTicket, *, ok: bool, has_copy_below: bool) -> None:
+    def complete_fill(self, ticket: FillTicket, *, ok: bool, has_copy_below: bool, checksum: int = 0) -> None:
         """Publishes the block if its outcome is still wanted, else frees it."""
         block = self.fills.pop(ticket.generation, None)
         if block is None:
@@ -85,7 +85,7 @@ class Transfers:
         del self._store.index.filling[ticket.hash]
         if ok:
             namespace.fills += 1
-            self._store.publish(block, namespace, ticket.hash, has_copy_below=has_copy_below)
+            self._store.publish(block, namespace, ticket.hash, checksum, has_copy_below=has_copy_below)
             if block.hash is not None:  # else its segment retires, and it was freed at once
                 self.extend_hold(ticket.hold, block)
             self._announcements.end(ticket.hash)

@@ -30,6 +30,9 @@ class CacheOpened(_Reply, frozen=True, tag="cache_opened"):
     """`digest` is the parent of every first block's hash; a block lies at `index * block_nbytes` of its segment.
 
     `segment = block_id // blocks_per_segment`, `index = block_id % blocks_per_segment`.
+
+    `device` is where the pool's memory is: "host", or the UUID of a card. For a card `pid_namespace` is the daemon's:
+    only processes in it can open the segments. `staged_from` is the card's UUID when this is the host pool beside one.
     """
 
     cache: int
@@ -37,6 +40,9 @@ class CacheOpened(_Reply, frozen=True, tag="cache_opened"):
     digest: bytes
     blocks_per_segment: int
     segment_nbytes: int
+    device: str = "host"
+    pid_namespace: str = ""
+    staged_from: str = ""
 
 
 class Begun(_Reply, frozen=True, tag="begun"):
@@ -126,6 +132,20 @@ class Spilling(_Reply, frozen=True, tag="spilling"):
     num_left: int
 
 
+class Resized(_Reply, frozen=True, tag="resized"):
+    """The budget that holds now. It is the one asked for once `num_left` is 0: blocks being copied down before that.
+
+    `used_nbytes` are the pools'; what is above the budget clients still hold. `draining_nbytes` of a card have left the
+    pools, and go back when clients have closed them.
+    """
+
+    device: str
+    budget_nbytes: int
+    used_nbytes: int
+    draining_nbytes: int
+    num_left: int
+
+
 class StatusReply(_Reply, frozen=True, tag="status_reply"):
     """See `kvd.status`."""
 
@@ -145,6 +165,7 @@ Reply = (
     | Pinned
     | Flushed
     | Spilling
+    | Resized
     | StatusReply
     | Verified
 )

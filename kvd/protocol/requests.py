@@ -23,6 +23,10 @@ class OpenCache(_Request, frozen=True, tag="open_cache"):
     """Names a namespace and its pool; answered by `CacheOpened`. Opening it again gives the same handle.
 
     `block_nbytes` is the client's own figure; the daemon refuses with `invalid-layout` when its own differs.
+
+    `device` is where the pool shall be: "" as the daemon's rules say, "host", or a card's UUID; one that the daemon
+    does not serve is refused with `cuda-unavailable`. `staged` says that this process cannot map device memory: where
+    the pool would be on a card, the answer is a pool of host memory beside it, which the daemon fills from there.
     """
 
     model: str
@@ -36,6 +40,8 @@ class OpenCache(_Request, frozen=True, tag="open_cache"):
     dtype: str
     block_tokens: int
     block_nbytes: int
+    device: str = ""
+    staged: bool = False
 
 
 class Begin(_Request, frozen=True, tag="begin"):
@@ -194,6 +200,18 @@ class Spill(_Request, frozen=True, tag="spill"):
     """
 
 
+class Resize(_Request, frozen=True, tag="resize"):
+    """Gives the pools of a device another budget, until the daemon stops; answered by `Resized` at once.
+
+    A smaller one first has idle blocks copied down that it would lose; ask again with the same figures to follow that.
+    `device` is "" for the main one, "host", a card's number as cuda:0, or the beginning of its UUID. For root and the
+    daemon's user; others get `permission-refused`.
+    """
+
+    nbytes: int
+    device: str = ""
+
+
 class Status(_Request, frozen=True, tag="status"):
     """A snapshot of everything; answered by `StatusReply`. `with_map` adds a picture of each pool's blocks to it."""
 
@@ -232,6 +250,7 @@ Request = (
     | Unpin
     | Flush
     | Spill
+    | Resize
     | Status
     | Verify
     | Check

@@ -1,7 +1,8 @@
 """What travels on the session socket (unix, SOCK_SEQPACKET): one msgpack map per datagram, file descriptors beside it.
 
-The client sends `Hello` and then nothing more; the daemon answers `Welcome` or `Refused`, later sends
-`SegmentGranted` (always before the reply that first names a block of it), `SegmentRevoked` and `Goodbye`.
+The client sends `Hello`; the daemon answers `Welcome` or `Refused`, later sends `SegmentGranted` or
+`DeviceSegmentGranted` (always before the reply that first names a block of it), `SegmentRevoked` and `Goodbye`. To the
+revoke of a device segment, and to nothing else, the client answers `SegmentClosed`.
 The end of the socket is the end of the session.
 """
 
@@ -60,8 +61,30 @@ class SegmentGranted(msgspec.Struct, tag="segment_granted", frozen=True):
     writable: bool
 
 
+class DeviceSegmentGranted(msgspec.Struct, tag="device_segment_granted", frozen=True):
+    """A segment of device memory; no descriptor comes along. Open `handle` once per process, when it is first needed.
+
+    `handle` names the base of the allocation; blocks lie at offsets from there. It can be opened only in the daemon's
+    PID namespace, and where the card of that UUID is visible; `pid` and `epoch` are the daemon's. The grant is for good
+    until `SegmentRevoked`, and every process that has it may write: reserved blocks are writable, sealed ones must not
+    be written.
+    """
+
+    pool: int
+    segment: int
+    nbytes: int
+    device: str
+    handle: bytes
+    pid_namespace: str
+    pid: int
+    epoch: int
+
+
 class SegmentRevoked(msgspec.Struct, tag="segment_revoked", frozen=True):
-    """The segment is gone; no block of it is mapped by anyone. Close its descriptors."""
+    """The segment is gone; no block of it is used by anyone. Close its descriptors.
+
+    A device segment is freed only once every session it was granted to has answered `SegmentClosed`, or has ended.
+    """
 
     pool: int
     segment: int
@@ -74,8 +97,18 @@ class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
     message: str
 
 
-FromClient = Hello
-FromDaemon = Welcome | Refused | SegmentGranted | SegmentRevoked | Goodbye
+class SegmentClosed(msgspec.Struct, tag="segment_closed", frozen=True):
+    """Nothing in the client's process maps this revoked device segment any more, or ever did.
+
+    Without it the memory stays taken until the session ends, so send it as soon as it is true.
+    """
+
+    pool: int
+    segment: int
+
+
+FromClient = Hello | SegmentClosed
+FromDaemon = Welcome | Refused | SegmentGranted | DeviceSegmentGranted | SegmentRevoked | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _from_client = msgspec.msgpack.Decoder(FromClient)
@@ -92,7 +125,7 @@ def decode_from_client(datagram: bytes) -> FromClient:
     try:
         return _from_client.decode(datagram)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"not a hello: {error}") from error
+        raise InvalidRequest(f"not a message of a client: {error}") from error
 
 
 def decode_from_daemon(datagram: bytes) -> FromDaemon:

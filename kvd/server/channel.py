@@ -8,6 +8,7 @@ import os
 import socket
 from collections import deque
 
+from kvd.protocol.session import MAX_DATAGRAM_NBYTES
 from kvd.server.headroom import OWN_RESERVE, is_scarce
 
 MAX_PENDING = 1024
@@ -50,9 +51,8 @@ class Channel:
         """Whether more waits than any client that reads at all lets come together, or than we have descriptors for."""
         return self._is_short or len(self._pending) > MAX_PENDING
 
-    def send(self, datagram: bytes, descriptor: int | None = None) -> None:
+    def send(self, datagram: bytes, descriptor: int | None = None, *, is_grant: bool = False) -> None:
         """Sends now, or as soon as what is before it has left. Never raises: the end of the socket is seen by epoll."""
-        is_grant = descriptor is not None
         self.num_grants += is_grant
         if not self._pending and self._try_send(datagram, descriptor):
             self.num_grants_sent += is_grant
@@ -97,13 +97,20 @@ class Channel:
         return True
 
     def receive(self) -> bytes | None:
-        """What the client sent: None for nothing, as it should be; b"" at the end of the socket."""
+        """The next datagram of the client, cut off past what one may have; None for nothing, b"" at the end."""
         try:
-            return self._socket.recv(1)
+            return self._socket.recv(MAX_DATAGRAM_NBYTES + 1)
         except BlockingIOError:
             return None
         except OSError:
             return b""
+
+    def is_at_end(self) -> bool:
+        """Whether nobody holds the other end any more. Passes over what the client may have sent."""
+        for _ in range(_MAX_DRAINED):
+            if not (received := self.receive()):
+                return received is not None
+        return False
 
     def close(self) -> None:
         """Closes the socket; what was sent can still be read by the client."""

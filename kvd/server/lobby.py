@@ -110,7 +110,10 @@ class Lobby:
         try:
             if len(datagram) > MAX_DATAGRAM_NBYTES:
                 raise InvalidRequest(f"a hello has at most {MAX_DATAGRAM_NBYTES} bytes")
-            self._welcome(arrival.connection, arrival.credentials, decode_from_client(datagram))
+            hello = decode_from_client(datagram)
+            if not isinstance(hello, Hello):
+                raise InvalidRequest("the first message of a client is a hello")
+            self._welcome(arrival.connection, arrival.credentials, hello)
         except KvdError as error:
             self._refuse(arrival.connection, error)
 

@@ -63,9 +63,9 @@ class Sender:
             if isinstance(item, SendReply):
                 self.reply(session, item.message)
             elif isinstance(item, SendGrant):
-                self._send_on_channel(session, session_messages.encode(item.message), item.descriptor)
+                self._send_on_channel(session, session_messages.encode(item.message), item.descriptor, is_grant=True)
             else:
-                self._send_on_channel(session, session_messages.encode(item.message), None)
+                self._send_on_channel(session, session_messages.encode(item.message), None, is_grant=False)
 
     def reply(self, session: Session, message: Reply) -> None:
         """Answers one request; the reply waits behind the grants given before it, and behind earlier replies."""
@@ -103,9 +103,9 @@ class Sender:
         if not self._stalled:
             self.retry_at_s = None
 
-    def _send_on_channel(self, session: Session, datagram: bytes, descriptor: int | None) -> None:
+    def _send_on_channel(self, session: Session, datagram: bytes, descriptor: int | None, *, is_grant: bool) -> None:
         was_blocked = session.channel.is_blocked
-        session.channel.send(datagram, descriptor)
+        session.channel.send(datagram, descriptor, is_grant=is_grant)
         if session.channel.is_overfull:
             self._condemn(session, "it does not read its session socket")
         elif session.channel.is_blocked and not was_blocked:

@@ -15,7 +15,7 @@ import zmq
 
 from kvd.errors import DaemonRestarted, InvalidRequest, KvdError, VersionMismatch
 from kvd.protocol.requests import Request
-from kvd.protocol.session import Goodbye, Hello, Welcome, encode
+from kvd.protocol.session import Goodbye, Hello, SegmentClosed, Welcome, decode_from_client, encode
 from kvd.protocol.wire import PROTOCOL_MAX, PROTOCOL_MIN
 from kvd.server.channel import Channel
 from kvd.server.connections import cut_connections
@@ -236,10 +236,21 @@ class Server:
         if received == b"":
             self._end(session)
         elif received is not None:
-            self.expel(session, InvalidRequest("a client sends its hello and then nothing more on the session socket"))
+            self._take_in(session, received)
+
+    def _take_in(self, session: Session, datagram: bytes) -> None:
+        try:
+            message = decode_from_client(datagram)
+        except InvalidRequest as error:
+            self.expel(session, error)
+            return
+        if isinstance(message, SegmentClosed):
+            self.service.segment_closed(session.id, message.pool, message.segment)
+        else:
+            self.expel(session, InvalidRequest("a client says hello once"))
 
     def _on_exit(self, session: Session) -> None:
-        if session.channel.receive() != b"":
+        if not session.channel.is_at_end():
             # A forked child still holds the socket. It is not the process that was given the session.
             self.counters.num_exits_seen_by_pidfd += 1
         self._end(session)

@@ -5,7 +5,7 @@ pools and the tiers below; the service says when, and what to tell whom. What it
 `promotion` brings up, `spilling` copies down, `flushing` forgets for good, `lineage` knows the generations.
 
 ## API (what the server codes against)
-    service = Service(pools=…, stock=…, epoch=…, mover=None, settings=ServiceSettings(…), version=…, pid=…, …)
+    service = Service(pools=…, homes=…, epoch=…, mover=None, settings=ServiceSettings(…), version=…, pid=…, …)
     session = service.open_session(Identity(pid, uid, gid), label=…, client_version=…)      -> SessionId
     service.end_session(session)          every lease goes back; idempotent
     service.handle(session, request)      one decoded `kvd.protocol.requests.Request`; never raises a KvdError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from kvd.block import ChainHash, NamespaceDigest
@@ -13,6 +14,7 @@ from kvd.pool import Pool, Pools
 from kvd.service.attempts import Attempt, BeginAttempt
 from kvd.service.flushing import Flushing
 from kvd.service.forgetting import Forgetting
+from kvd.service.homes import Homes
 from kvd.service.lineage import Lineage, Lineages
 from kvd.service.pool_rules import PoolPolicy
 from kvd.service.progress import Progress
@@ -21,6 +23,7 @@ from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Cache
 from kvd.service.settings import TierSettings
 from kvd.service.spilling import Spilling
+from kvd.service.write_back import WriteBack
 from kvd.status import MoverStatus, TierStatus
 from kvd.tiers.base import TierKey
 from kvd.tiers.names import NamespaceName, name_of
@@ -36,10 +39,12 @@ class Below:
         *,
         mover: Mover,
         pools: Pools,
+        homes: Homes,
         table: SegmentTable,
         progress: Progress,
         settings: TierSettings,
         policy_of: Callable[[Pool], PoolPolicy],
+        counters: Counter[str],
         clock: Callable[[], float],
     ) -> None:
         self._mover = mover
@@ -64,6 +69,7 @@ class Below:
             grow=progress.grow,
             resume=progress.answered_below,
             drops_below=lambda pool: policy_of(pool).after_promote == "drop",
+            is_lost=lambda pool: homes.of(pool).lost is not None,
         )
         self.flushing = Flushing(mover, self.lineages, lambda: pools.all)
         self.spilling = Spilling(
@@ -75,6 +81,17 @@ class Below:
             policy_of=policy_of,
             clock=clock,
             on_stale=self.flushing.stale,
+        )
+        self.write_back = WriteBack(
+            mover=mover,
+            homes=homes,
+            table=table,
+            pools=lambda: pools.all,
+            grow=progress.grow,
+            on_there=self._written_back,
+            on_left=self._left,
+            max_nbytes=settings.max_spilling_nbytes,
+            counters=counters,
         )
         self.forgetting = Forgetting(mover, self.spilling)
         progress.promotions = self.promotions
@@ -95,11 +112,25 @@ class Below:
         """A namespace is used. Where to wait for its generations, None when they are there or nobody answers."""
         is_new = self.lineages.get(cache.digest) is None
         lineage = self.lineages.open(cache.pool, cache.digest, layout.itemsize, _name(cache))
+        if cache.pool.source is not None:
+            self.lineages.open(cache.pool.source, cache.digest, layout.itemsize, _name(cache))
         if is_new:
             self.flushing.opened(lineage)
         if lineage.was_learnt or not self._mover.stack.is_answering():
             return None
         return self._learning.setdefault(cache.digest, next(self._numbers))
+
+    def sealed(self, pool: Pool, namespace: NamespaceDigest, hashes: Sequence[ChainHash]) -> None:
+        """A session sealed blocks: they go where its pool's blocks are copied to."""
+        if pool.source is not None:
+            self.write_back.sealed(pool, namespace, hashes)
+            self.spilling.look_at(pool)
+        else:
+            self.spilling.sealed(pool, namespace, hashes)
+
+    def memory_ready(self) -> None:
+        """A stock has made something, or failed."""
+        self.write_back.memory_ready()
 
     def busy_namespaces(self) -> set[NamespaceDigest]:
         """Those that something below is under way for, whoever asked for it."""
@@ -205,7 +236,7 @@ class Below:
     def _served(self, attempt: Attempt) -> None:
         """A request took blocks."""
         pool = attempt.cache.pool
-        if isinstance(attempt, BeginAttempt):
+        if pool.source is None and isinstance(attempt, BeginAttempt):
             num_cached = pool.match(attempt.wanted) if self._policy_of(pool).spill == "on_second_hit" else 0
             self.spilling.found(pool, attempt.cache.digest, attempt.wanted[:num_cached])
         self.spilling.look_at(pool)
@@ -219,6 +250,12 @@ class Below:
             self._progress.answered_below(number)
         for pool in lineage.pools:
             self.spilling.look_at(pool)
+
+    def _written_back(self, pool: Pool, namespace: NamespaceDigest, chain_hash: ChainHash) -> None:
+        self.spilling.sealed(pool, namespace, (chain_hash,))
+
+    def _left(self, pool: Pool, namespace: NamespaceDigest, chain_hash: ChainHash) -> None:
+        self.spilling.sealed(pool, namespace, (chain_hash,))
 
 
 class Reach:
@@ -236,7 +273,10 @@ class Reach:
     @property
     def num_resident(self) -> int:
         """Blocks of the prefix in the pool, now."""
-        return self._pool.match(self._hashes)
+        source = self._pool.source
+        num_here = self._pool.match(self._hashes)
+        # What the card beside has comes as soon as it is wanted.
+        return num_here if source is None else num_here + source.match(self._hashes[num_here:])
 
     def by_tier(self) -> list[int]:
         """For each tier the length of the prefix that the pool, it and the tiers before it have together."""
@@ -246,11 +286,15 @@ class Reach:
         for level in range(self._num_tiers):
             length = 0
             for chain_hash, place in zip(self._hashes, self.places, strict=True):
-                if not (self._pool.expects(chain_hash) or (place is not None and place <= level)):
+                if not (self._expects(chain_hash) or (place is not None and place <= level)):
                     break
                 length += 1
             reach.append(length)
         return reach
+
+    def _expects(self, chain_hash: ChainHash) -> bool:
+        source = self._pool.source
+        return self._pool.expects(chain_hash) or (source is not None and source.expects(chain_hash))
 
 
 class LastSearch:

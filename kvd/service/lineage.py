@@ -31,7 +31,7 @@ class Lineage:
 
     def __init__(self, digest: NamespaceDigest, itemsize: int, name: NamespaceName, unknown: Generations) -> None:
         self.pools: list[Pool] = []
-        """Those it was opened in; several where pool rules tell its users apart."""
+        """Those it was opened in; several where pool rules tell its users apart, or where one stands beside a card."""
         self.digest = digest
         self.itemsize = itemsize
         """Bytes of one number of its KV, which helps the codecs."""

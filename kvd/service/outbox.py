@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvd.block import SessionId
 from kvd.protocol.replies import Reply
-from kvd.protocol.session import SegmentGranted, SegmentRevoked
+from kvd.protocol.session import DeviceSegmentGranted, SegmentGranted, SegmentRevoked
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +19,15 @@ class SendReply:
 
 @dataclass(frozen=True, slots=True)
 class SendGrant:
-    """A segment's descriptor, over the session socket; it leaves before the reply that follows it in the queue.
+    """What opens a segment, over the session socket; it leaves before the reply that follows it in the queue.
 
-    `descriptor` belongs to the segment: send it (the kernel duplicates it), never close it. It is valid until the next
-    call into the service, so a server that cannot send it at once keeps a duplicate.
+    `descriptor`, None for a segment of a card, belongs to the segment: send it (the kernel duplicates it), never close
+    it. It is valid until the next call into the service, so a server that cannot send it at once keeps a duplicate.
     """
 
     session: SessionId
-    message: SegmentGranted
-    descriptor: int
+    message: SegmentGranted | DeviceSegmentGranted
+    descriptor: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from typing import Final, Generic, Literal, TypeVar, cast
+from typing import Generic, Literal, TypeVar, cast
 
 from kvd.block import ChainHash
 from kvd.service.sessions import Session
 
 HashPlace = tuple[int, ChainHash]
 """(pool id, hash): waits for a computation that another session announced."""
-MEMORY: Final = "memory"
-"""Waits for segments that are being made."""
+MemoryPlace = tuple[Literal["memory"], str]
+"""("memory", device): waits for segments that are being made."""
 BlocksPlace = tuple[Literal["blocks"], int]
 """("blocks", pool id): waits for somebody to give blocks back."""
 BelowPlace = tuple[Literal["below"], int]
 """("below", number): waits for what a tier below answers or brings up."""
-Place = HashPlace | Literal["memory"] | BlocksPlace | BelowPlace
+Place = HashPlace | MemoryPlace | BlocksPlace | BelowPlace
 
 
 class Parked:
@@ -90,7 +90,7 @@ class ParkingLot(Generic[RequestT]):
 
     def pools_short_of_blocks(self) -> list[BlocksPlace]:
         """The places where somebody waits for blocks."""
-        return [cast("BlocksPlace", place) for place in self._places if place[0] == "blocks"]
+        return [place for place in self._places if place[0] == "blocks"]
 
     def expired(self, now_s: float) -> list[RequestT]:
         """Those whose time is over by now, earliest first. They stay parked until they are moved or leave."""

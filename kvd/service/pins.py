@@ -63,12 +63,12 @@ class Pins:
         max_share: float,
         max_uid_nbytes: int | None,
         may_touch: Callable[[Session, str], bool],
-        pool_name: Callable[[str, str, int], str],
+        pool_for: Callable[[PinRecord, KVLayout], Pool],
         clock: Callable[[], float],
     ) -> None:
         """`max_share` of the budget is what all pins together may take.
 
-        `pool_name(model, engine, uid)` is the name of the rule whose pool serves such a cache.
+        `pool_for(record, layout)` is the pool that serves such a cache.
         """
         self._pools = pools
         self._below = below
@@ -77,7 +77,7 @@ class Pins:
         self.max_uid_nbytes = max_uid_nbytes
         """Of one user's pins; may be changed at any time."""
         self._may_touch = may_touch
-        self._pool_name = pool_name
+        self._pool_for = pool_for
         self._clock = clock
         self._pins: dict[str, Pin] = {}
         self._look_at_s = clock()
@@ -203,9 +203,7 @@ class Pins:
             block_tokens=record.block_tokens,
         )
         digest = NamespaceDigest(record.digest)
-        pool = self._pools.pool(
-            record.tenant, layout.block_nbytes, self._pool_name(record.model, record.engine, record.uid)
-        )
+        pool = self._pool_for(record, layout)
         namespace = pool.namespace(
             digest,
             model=record.model,
@@ -225,8 +223,8 @@ class Pins:
         if len(self._pins) >= MAX_PINS:
             raise QuotaExceeded(f"there are {MAX_PINS} pins already; `kvd pin --remove` ends one")
         wanted = num_blocks * pool.block_nbytes
-        pinned = sum(pin.nbytes for pin in self._pins.values())
-        allowed = int(self._max_share * self._pools.usage().budget_nbytes)
+        pinned = sum(pin.nbytes for pin in self._pins.values() if pin.cache.pool.device == pool.device)
+        allowed = int(self._max_share * self._pools.usage(pool.device).budget_nbytes)
         if pinned + wanted > allowed:
             raise QuotaExceeded(
                 f"the pins take {pinned} bytes, this one wants {wanted} more, and limits.pinned allows {allowed} in all"

@@ -32,6 +32,8 @@ class Rule:
     """Patterns for `fnmatch.fnmatchcase`."""
     engines: tuple[str, ...] = ()
     uids: frozenset[int] = frozenset()
+    device: str = ""
+    """Where its pools are: "host" or a card's UUID; "" for the main device."""
     policy: PoolPolicy = field(default_factory=PoolPolicy)
 
 
@@ -43,6 +45,7 @@ class PoolRules:
         self.rules = tuple(rules)
         self.default = default or PoolPolicy()
         self._policies = {rule.name: rule.policy for rule in self.rules}
+        self._devices = {rule.name: rule.device for rule in self.rules}
         self._conditions = [(rule.name, _any_of(rule.models), _any_of(rule.engines), rule.uids) for rule in self.rules]
 
     def name_for(self, *, model: str, engine: str, uid: int) -> str:
@@ -55,6 +58,10 @@ class PoolRules:
             ):
                 return name
         return ""
+
+    def device(self, name: str) -> str:
+        """Where pools of that name are; "" for the main device."""
+        return self._devices.get(name, "")
 
     def policy(self, name: str) -> PoolPolicy:
         """Of pools of that name; the default's once its rule is gone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import cast
 
 from kvd.block import ChainHash, SessionId
@@ -10,9 +10,10 @@ from kvd.errors import KvdError, OutOfBlocks, OutOfMemory, QuotaExceeded, WouldW
 from kvd.pool import AskBelow, Grow, Pool, Pools, WaitFor
 from kvd.protocol.replies import Reply
 from kvd.service.attempts import Attempt, BeginAttempt
-from kvd.service.parking import MEMORY, ParkingLot, Place
+from kvd.service.homes import Home, Homes
+from kvd.service.parking import MemoryPlace, ParkingLot, Place
 from kvd.service.promotion import Grown, Promotions
-from kvd.service.segments import SegmentTable, Stock, wants_huge_pages
+from kvd.service.segments import SegmentTable, wants_huge_pages
 from kvd.service.sessions import Session
 from kvd.service.settings import ServiceSettings
 from kvd.status import WaitStatus
@@ -29,7 +30,7 @@ class Progress:
         self,
         *,
         pools: Pools,
-        stock: Stock,
+        homes: Homes,
         table: SegmentTable,
         sessions: Mapping[SessionId, Session],
         settings: ServiceSettings,
@@ -41,14 +42,13 @@ class Progress:
         self.blocks_came_back = False
         """Set by whoever gives blocks or memory back; `settle` then tries those who wait for blocks."""
         self._pools = pools
-        self._stock = stock
+        self._homes = homes
         self._table = table
         self._sessions = sessions
         self._settings = settings
         self._clock = clock
         self._reply = reply
         self._fail = fail
-        self._memory_retry_at_s: float | None = None
         self.promotions: Promotions | None = None
         """None while there is no tier below."""
         self.on_served: Callable[[Attempt], None] | None = None
@@ -57,10 +57,8 @@ class Progress:
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do."""
-        parked, retry = self.lot.next_deadline_s, self._memory_retry_at_s
-        if parked is None or retry is None:
-            return retry if parked is None else parked
-        return min(parked, retry)
+        deadlines = [self.lot.next_deadline_s, *(home.retry_at_s for home in self._homes)]
+        return min((one for one in deadlines if one is not None), default=None)
 
     def advance(self, attempt: Attempt) -> None:
         """Tries until the attempt has its reply, its error, or a place to wait at."""
@@ -85,17 +83,15 @@ class Progress:
 
     def _wait_status(self, place: Place, queue: list[Attempt], now_s: float) -> WaitStatus:
         what, pool_id, chain_hash, writer = "memory", -1, b"", 0
-        if place != MEMORY:
-            kind, name = place
-            if kind == "below":
-                what = "answer"
-            elif kind == "blocks":
-                what, pool_id = "blocks", int(name)
-            else:
-                what, pool_id, chain_hash = "promotion", int(kind), bytes(name)
-                lease = self._pools.all[pool_id].announcements.by_hash.get(ChainHash(chain_hash))
-                if lease is not None:
-                    what, writer = "computation", lease.session_id
+        if place[0] == "below":
+            what = "answer"
+        elif place[0] == "blocks":
+            what, pool_id = "blocks", place[1]
+        elif place[0] != "memory":
+            what, pool_id, chain_hash = "promotion", place[0], place[1]
+            lease = self._pools.get(pool_id).announcements.by_hash.get(ChainHash(chain_hash))
+            if lease is not None:
+                what, writer = "computation", lease.session_id
         return WaitStatus(
             what=what,
             pool=pool_id,
@@ -108,12 +104,12 @@ class Progress:
     def forget(self, session: Session) -> None:
         """Everything an ended session waits for: nobody wants it any more."""
         attempts = cast("list[Attempt]", list(session.parked))
-        waited_for_memory = any(attempt.place == MEMORY for attempt in attempts)
+        waited_for_memory = _waiting_for_memory(attempts)
         self.lot.forget(session)
         for attempt in attempts:
             self._leave_promotion(attempt)
         if waited_for_memory:
-            self._request_anew()
+            self._request_anew(waited_for_memory)
 
     def wait_below(self, attempt: Attempt, number: int) -> None:
         """Parks it until what has that number was answered, or hangs for too long."""
@@ -127,13 +123,16 @@ class Progress:
 
     def grow(self, pool: Pool) -> Grown:
         """One segment more for a promotion, after everybody who waits for memory to go on at all."""
-        if not self.lot.at(MEMORY) and self._table.grow(pool, 1):
-            return "grown"
-        if self._stock.failed is not None:
-            self._pools.growth_failed(pool.pool_id, self._stock.failed)
-            self._schedule_memory_retry()
+        home = self._homes.of(pool)
+        if home.is_away:
             return "refused"
-        self._stock.request(1, huge_pages=wants_huge_pages(pool))
+        if not self.lot.at(_memory_of(home)) and self._table.grow(pool, 1):
+            return "grown"
+        if home.stock.failed is not None:
+            self._pools.growth_failed(pool.pool_id, home.stock.failed)
+            self._schedule_memory_retry(home)
+            return "refused"
+        home.stock.request(1, huge_pages=wants_huge_pages(pool))
         return "later"
 
     def settle(self) -> None:
@@ -159,32 +158,47 @@ class Progress:
                 self._serve_those_short_of_blocks()
 
     def memory_ready(self) -> None:
-        """The stock has made something, or failed: first come, first served."""
-        if self._stock.failed is not None:
-            self._schedule_memory_retry()
+        """A stock has made something, or failed: first come, first served."""
         self.blocks_came_back = True
-        for attempt in self.lot.at(MEMORY):
-            room = self._pools.num_segments_room
-            if room > 0 and attempt.place == MEMORY:
-                num_wanted = min(attempt.num_segments, room)
-                attempt.num_segments -= self._table.grow(attempt.cache.pool, num_wanted)
-                if attempt.num_segments > 0 and self._stock.failed is None:
-                    break
-            self._advance_parked(attempt, MEMORY)
+        for home in self._homes:
+            self._memory_ready(home)
         if self.promotions is not None:
             self.promotions.memory_ready()
 
+    def _memory_ready(self, home: Home) -> None:
+        if home.stock.failed is not None:
+            self._schedule_memory_retry(home)
+        place = _memory_of(home)
+        for attempt in self.lot.at(place):
+            room = self._pools.num_segments_room(home.device)
+            if room > 0 and attempt.place == place and home.lost is None:
+                num_wanted = min(attempt.num_segments, room)
+                attempt.num_segments -= self._table.grow(attempt.cache.pool, num_wanted)
+                if attempt.num_segments > 0 and home.stock.failed is None:
+                    break
+            self._advance_parked(attempt, place)
+
+    def fail_lost(self) -> None:
+        """Everybody who waits for something on a card that is lost is told so now."""
+        for home in self._homes:
+            if home.lost is not None:
+                for attempt in [one for queue in self.lot.places().values() for one in queue]:
+                    if attempt.cache.pool.device == home.device and attempt.place is not None:
+                        self.advance(attempt)
+
     def tick(self, now_s: float) -> None:
         """Ends the stays that are over by `now_s`, and tries for memory again when it is time."""
-        if self._memory_retry_at_s is not None and self._memory_retry_at_s <= now_s:
-            self._memory_retry_at_s = None
-            self._stock.retry()
-            self._pools.memory_retry()
-            self.blocks_came_back = True
+        for home in self._homes:
+            if home.retry_at_s is not None and home.retry_at_s <= now_s:
+                home.retry_at_s = None
+                if home.lost is None:
+                    home.stock.retry()
+                    self._pools.memory_retry(home.device)
+                    self.blocks_came_back = True
         expired = self.lot.expired(now_s)
-        waited_for_memory = any(attempt.place == MEMORY for attempt in expired)
+        waited_for_memory = _waiting_for_memory(expired)
         for attempt in expired:
-            if attempt.place != MEMORY:
+            if attempt.place is None or attempt.place[0] != "memory":
                 if self._waits_on_below(attempt, now_s):
                     continue
                 attempt.stop_waiting_for_others()
@@ -192,14 +206,16 @@ class Progress:
             if attempt.place is not None:
                 self.advance(attempt)
         if waited_for_memory:
-            self._request_anew()
+            self._request_anew(waited_for_memory)
         if self.promotions is not None:
             self.promotions.memory_ready()  # whoever stood before them in the queue for memory may be gone
 
     def _try(self, attempt: Attempt) -> Reply | None:
         """A reply, or None when it is parked. Raises the error that ends it."""
+        home = self._homes.of(attempt.cache.pool)
         refused = False
         while True:
+            home.check()
             outcome = attempt.run(self._table)
             if isinstance(outcome, WaitFor):
                 if self._waits_for_hash(cast("BeginAttempt", attempt), outcome):
@@ -208,18 +224,18 @@ class Progress:
                 if self._waits_for_answer(cast("BeginAttempt", attempt), outcome.num_resident):
                     return None
             elif isinstance(outcome, Grow):
-                if self._grows_at_once(attempt, outcome.num_segments):
+                if self._grows_at_once(attempt, home, outcome.num_segments):
                     continue
-                reason = self._memory_refusal(attempt)
+                reason = self._memory_refusal(attempt, home)
                 if reason is None:
-                    self._wait_for_memory(attempt, outcome.num_segments)
+                    self._wait_for_memory(attempt, home, outcome.num_segments)
                     return None
                 if refused:
                     raise OutOfMemory(reason)
                 # Told once, the pool evicts or raises; to be asked again for memory would be the end of it.
                 refused = True
                 self._pools.growth_failed(attempt.cache.pool.pool_id, reason)
-                self._schedule_memory_retry()
+                self._schedule_memory_retry(home)
             else:
                 return outcome
 
@@ -261,6 +277,8 @@ class Progress:
             return False
         attempt.promotion = promotion
         attempt.waited = True
+        if promotion.woken:
+            return False  # no answer need come: what there is, is on its way from the card already
         self.lot.park(attempt, ("below", promotion.number), self._answer_until_s(attempt))
         return True
 
@@ -279,7 +297,7 @@ class Progress:
     def _waits_on_below(self, attempt: Attempt, now_s: float) -> bool:
         """Parks it again where it waits for a sign from below, if so far the tiers had not even been asked for one."""
         place = attempt.place
-        if self.promotions is None or attempt.below_until_s is None or place is None or place == MEMORY:
+        if self.promotions is None or attempt.below_until_s is None or place is None or place[0] == "memory":
             return False
         kind, name = place
         is_copying = isinstance(kind, int) and self._pools.all[kind].is_filling(cast("ChainHash", name))
@@ -312,8 +330,11 @@ class Progress:
             return False
         now_s, until_s = self._clock(), attempt.waits_for_blocks_until_s
         if until_s is None or now_s >= until_s:
-            # It prefers the error; but what a copy holds would have been evicted for it, and comes back in a moment.
-            if attempt.transit_until_s is None and attempt.cache.pool.num_in_transit:
+            # It prefers the error; but what a copy holds would have been evicted for it, and comes back in a moment,
+            # and so does memory that clients were told to close.
+            if attempt.transit_until_s is None and self._table.is_draining(attempt.cache.pool.device):
+                attempt.transit_until_s = now_s + self._settings.drain_wait_s
+            elif attempt.transit_until_s is None and attempt.cache.pool.num_in_transit:
                 attempt.transit_until_s = now_s + self._settings.tiers.answer_s
             until_s = attempt.transit_until_s
         if until_s is None or now_s >= until_s:
@@ -322,46 +343,48 @@ class Progress:
         self.lot.park(attempt, ("blocks", attempt.cache.pool.pool_id), until_s)
         return True
 
-    def _grows_at_once(self, attempt: Attempt, num_segments: int) -> bool:
-        queue = self.lot.at(MEMORY)
+    def _grows_at_once(self, attempt: Attempt, home: Home, num_segments: int) -> bool:
+        queue = self.lot.at(_memory_of(home))
         # Whoever came first is served first, though a segment were ready just now.
         if queue and queue[0] is not attempt:
             return False
         return self._table.grow(attempt.cache.pool, num_segments) > 0
 
-    def _memory_refusal(self, attempt: Attempt) -> str | None:
+    def _memory_refusal(self, attempt: Attempt, home: Home) -> str | None:
         """Why it is no use to wait for memory, None while it is."""
-        if self._stock.failed is not None:
-            return self._stock.failed
+        if home.stock.failed is not None:
+            return home.stock.failed
         if attempt.memory_until_s is not None and self._clock() >= attempt.memory_until_s:
             return f"no memory for a segment came within {self._settings.growth_wait_s:g} s"
         return None
 
-    def _wait_for_memory(self, attempt: Attempt, num_segments: int) -> None:
+    def _wait_for_memory(self, attempt: Attempt, home: Home, num_segments: int) -> None:
         if attempt.memory_until_s is None:
             attempt.memory_until_s = self._clock() + self._settings.growth_wait_s
         attempt.num_segments = num_segments
-        self.lot.park(attempt, MEMORY, attempt.memory_until_s)
-        self._request_memory()
+        self.lot.park(attempt, _memory_of(home), attempt.memory_until_s)
+        self._request_memory(home)
 
-    def _request_anew(self) -> None:
-        """Somebody waits for memory no longer: the stock need not make what nobody would take."""
-        self._stock.withdraw()
-        self._request_memory()
+    def _request_anew(self, devices: Collection[str]) -> None:
+        """Somebody waits for memory no longer: the stocks need not make what nobody would take."""
+        for home in self._homes:
+            if home.device in devices:
+                home.stock.withdraw()
+                self._request_memory(home)
         if self.promotions is not None:
             self.promotions.memory_ready()
 
-    def _request_memory(self) -> None:
+    def _request_memory(self, home: Home) -> None:
         wanted = {False: 0, True: 0}
-        for other in self.lot.at(MEMORY):
+        for other in self.lot.at(_memory_of(home)):
             wanted[wants_huge_pages(other.cache.pool)] += other.num_segments
         for huge_pages, num_wanted in wanted.items():
             if num_wanted:
-                self._stock.request(num_wanted, huge_pages=huge_pages)
+                home.stock.request(num_wanted, huge_pages=huge_pages)
 
-    def _schedule_memory_retry(self) -> None:
-        if self._memory_retry_at_s is None:
-            self._memory_retry_at_s = self._clock() + self._settings.memory_retry_s
+    def _schedule_memory_retry(self, home: Home) -> None:
+        if home.retry_at_s is None:
+            home.retry_at_s = self._clock() + self._settings.memory_retry_s
 
     def _serve_those_short_of_blocks(self) -> None:
         for place in self.lot.pools_short_of_blocks():
@@ -374,3 +397,13 @@ class Progress:
         # An earlier one's turn may have moved or ended this one.
         if attempt.place == place:
             self.advance(attempt)
+
+
+def _memory_of(home: Home) -> MemoryPlace:
+    return "memory", home.device
+
+
+def _waiting_for_memory(attempts: Iterable[Attempt]) -> set[str]:
+    """The devices whose memory some of these wait for."""
+    places = [attempt.place for attempt in attempts]
+    return {place[1] for place in places if place is not None and place[0] == "memory"}

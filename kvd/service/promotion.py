@@ -1,4 +1,8 @@
-"""Brings up what a prefix continues with below: one question, then copies of the blocks that follow without a gap."""
+"""Brings up what a prefix continues with below: one question, then copies of the blocks that follow without a gap.
+
+For a pool that stands beside a card, the card's pool comes first: what it has is known at once, and only what follows
+is asked for below.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvd.block import ChainHash, NamespaceDigest
-from kvd.mover import Fill, Lookup, Mover
-from kvd.pool import FillTicket, Grow, Pool
+from kvd.errors import BlockCorrupt, StateError
+from kvd.mover import Carry, Fill, Lookup, Mover, Rank
+from kvd.pool import FillTicket, Grow, HeldBlock, Pool
 from kvd.service.lineage import Lineage, Lineages
 from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Cache
@@ -17,6 +22,8 @@ from kvd.tiers.base import TierKey
 
 MAX_PROMOTIONS = 256
 """At the same time; beyond that a missing block is simply computed."""
+FROM_CARD = -1
+"""The place of a block that the card's pool has; others are levels of the tiers."""
 Grown = Literal["grown", "later", "refused"]
 
 
@@ -35,6 +42,8 @@ class Promotion:
         "lineage",
         "num_flushes",
         "number",
+        "source_hold",
+        "sources",
         "todo",
         "waited_for",
         "woken",
@@ -55,8 +64,11 @@ class Promotion:
         self.is_asking = True
         self.todo: deque[tuple[ChainHash, int]] = deque()
         """Blocks known to be below (and in which tier) that have no block here to go into yet."""
-        self.fills: dict[int, Fill] = {}
+        self.fills: dict[int, Fill | Carry] = {}
         """The copies under way, by their ticket's generation."""
+        self.source_hold = 0
+        """Keeps what is copied from the card's pool; 0 for nothing."""
+        self.sources: dict[ChainHash, HeldBlock] = {}
 
     @property
     def is_void(self) -> bool:
@@ -69,7 +81,7 @@ class Promotions:
 
     `grow(pool)` gets one more segment for a pool, now, later (then `memory_ready` is called), or not at all.
     `resume(number)` lets the begin that waits for a promotion go on. `drops_below(pool)`: whether the lower copy of
-    what came up into that pool goes.
+    what came up into that pool goes. `is_lost(pool)`: its card is gone for good.
     """
 
     def __init__(
@@ -81,6 +93,7 @@ class Promotions:
         grow: Callable[[Pool], Grown],
         resume: Callable[[int], None],
         drops_below: Callable[[Pool], bool],
+        is_lost: Callable[[Pool], bool] = lambda _pool: False,
     ) -> None:
         self._mover = mover
         self._lineages = lineages
@@ -88,6 +101,7 @@ class Promotions:
         self._grow = grow
         self._resume = resume
         self._drops_below = drops_below
+        self._is_lost = is_lost
         self._numbers = itertools.count(1)
         self._open: dict[int, Promotion] = {}
         self._by_hash: dict[tuple[int, ChainHash], Promotion] = {}
@@ -119,17 +133,30 @@ class Promotions:
         if len(self._open) >= MAX_PROMOTIONS:
             self.num_refused += 1
             return None
-        if not self._mover.stack.is_answering():
+        source, missing = cache.pool.source, hashes[num_resident:]
+        num_on_card = 0 if source is None or self._is_lost(source) else source.match(missing)
+        asks = num_on_card < len(missing) and self._mover.stack.is_answering()
+        if not num_on_card and not asks:
             return None
         hold = cache.pool.hold(hashes[:num_resident])
         promotion = Promotion(next(self._numbers), cache, lineage, hold, waited_for=waited_for)
         self._open[promotion.number] = promotion
-        missing = hashes[num_resident:]
+        if source is not None and num_on_card:
+            promotion.source_hold = source.hold(missing[:num_on_card])
+            promotion.sources = {one.hash: one for one in source.held(promotion.source_hold)}
+            promotion.todo.extend((chain_hash, FROM_CARD) for chain_hash in missing[:num_on_card])
+            cache.namespace.asked_below += num_on_card
+            cache.namespace.found_below += num_on_card
+        promotion.is_asking = asks
+        if asks:
+            rest = missing[num_on_card:]
 
-        def on_done(job: Lookup) -> None:
-            self._looked_up(promotion, missing, job)
+            def on_done(job: Lookup) -> None:
+                self._looked_up(promotion, rest, job)
 
-        self._mover.submit([Lookup([TierKey(cache.digest, chain_hash) for chain_hash in missing], on_done)])
+            self._mover.submit([Lookup([TierKey(cache.digest, chain_hash) for chain_hash in rest], on_done)])
+        if num_on_card:
+            self._fill(promotion)
         return promotion
 
     def leave(self, promotion: Promotion) -> None:
@@ -174,7 +201,7 @@ class Promotions:
         cache, todo = promotion.cache, promotion.todo
         if promotion.is_void:
             todo.clear()
-        jobs: list[Fill] = []
+        jobs: list[Fill | Carry] = []
         refused = False
         while todo:
             chain_hash, place = todo[0]
@@ -195,36 +222,66 @@ class Promotions:
             elif not cache.pool.expects(chain_hash):
                 todo.clear()  # no room, and behind a gap nothing is of use
         self._mover.submit(jobs)
-        if not todo and not promotion.woken:
+        if not todo and not promotion.is_asking and not promotion.woken:
             promotion.woken = True
             self._resume(promotion.number)
         self._end_if_done(promotion)
 
-    def _job(self, promotion: Promotion, ticket: FillTicket, place: int) -> Fill:
+    def _job(self, promotion: Promotion, ticket: FillTicket, place: int) -> Fill | Carry:
         cache = promotion.cache
-
-        def on_done(job: Fill) -> None:
-            del promotion.fills[ticket.generation]
-            if self._by_hash.get((cache.pool.pool_id, ticket.hash)) is promotion:  # else a flush came, then another
-                del self._by_hash[cache.pool.pool_id, ticket.hash]
-            cache.pool.complete_fill(ticket, job.error is None, has_copy_below=job.kept_below)
-            self._end_if_done(promotion)
-
-        job = Fill(
-            ticket,
-            TierKey(cache.digest, ticket.hash),
-            place,
-            self._table.view(cache.pool, ticket.block),
-            on_done,
-            wanted=promotion.waited_for,
-            drop_below=self._drops_below(cache.pool),
-        )
+        job: Fill | Carry
+        if place == FROM_CARD:
+            job = self._carry(promotion, ticket)
+        else:
+            job = Fill(
+                ticket,
+                TierKey(cache.digest, ticket.hash),
+                place,
+                self._table.memory(cache.pool, ticket.block),
+                lambda job: self._filled(promotion, job, has_copy_below=job.kept_below),
+                wanted=promotion.waited_for,
+                drop_below=self._drops_below(cache.pool),
+            )
         promotion.fills[ticket.generation] = job
         self._by_hash[cache.pool.pool_id, ticket.hash] = promotion
         return job
+
+    def _carry(self, promotion: Promotion, ticket: FillTicket) -> Carry:
+        """The copy of a block that the card's pool has."""
+        pool = promotion.cache.pool
+        source = pool.source
+        if source is None:
+            raise StateError(f"pool {pool.pool_id} stands beside no other")
+        there = promotion.sources[ticket.hash]
+
+        def on_done(job: Carry) -> None:
+            if isinstance(job.error, BlockCorrupt):
+                source.forget_corrupt(ticket.hash)
+            # What the card has counts as a copy: the block is the first to go, and what becomes of it is decided there.
+            self._filled(promotion, job, has_copy_below=True, checksum=there.checksum)
+
+        return Carry(
+            ticket,
+            self._table.memory(source, there.block),
+            self._table.memory(pool, ticket.block),
+            on_done,
+            checksum=there.checksum,
+            rank=Rank.WANTED_FILL if promotion.waited_for else Rank.FILL,
+        )
+
+    def _filled(self, promotion: Promotion, job: Fill | Carry, *, has_copy_below: bool, checksum: int = 0) -> None:
+        pool, ticket = promotion.cache.pool, job.ticket
+        del promotion.fills[ticket.generation]
+        if self._by_hash.get((pool.pool_id, ticket.hash)) is promotion:  # else a flush came, then another
+            del self._by_hash[pool.pool_id, ticket.hash]
+        pool.complete_fill(ticket, job.error is None, has_copy_below=has_copy_below, checksum=checksum)
+        self._end_if_done(promotion)
 
     def _end_if_done(self, promotion: Promotion) -> None:
         if promotion.waited_for or promotion.is_asking or promotion.todo or promotion.fills:
             return
         if self._open.pop(promotion.number, None) is not None:
-            promotion.cache.pool.end_hold(promotion.hold)
+            pool = promotion.cache.pool
+            pool.end_hold(promotion.hold)
+            if pool.source is not None:
+                pool.source.end_hold(promotion.source_hold)

@@ -1,52 +1,40 @@
-"""Whose memory a segment is, and which sessions hold descriptors of it."""
+"""Whose memory a segment is, and which sessions may open it."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
-from kvd.block import BlockId, SegmentId
+from kvd.block import HOST, BlockId, SegmentId, SessionId
 from kvd.errors import KvdError
-from kvd.memory import HostSegment
-from kvd.pool import DroppedSegment, Pool
-from kvd.protocol.session import SegmentGranted, SegmentRevoked
+from kvd.memory import BlockMemory, DeviceBlock, DeviceSegment, HostBlock, HostSegment
+from kvd.pool import DroppedSegment, Pool, Pools
+from kvd.protocol.session import DeviceSegmentGranted, SegmentGranted, SegmentRevoked
+from kvd.service.draining import Draining
+from kvd.service.homes import Home, Homes
 from kvd.service.outbox import Outgoing, SendGrant, SendRevoke
 from kvd.service.sessions import Session
 
 _HUGE_PAGE_NBYTES = 2 << 20
 
 
-class Stock(Protocol):
-    """Where memory comes from; `kvd.memory.SegmentStock` is one, and says what each member promises."""
-
-    segment_nbytes: int
-
-    @property
-    def failed(self) -> str | None: ...
-    @property
-    def ready_nbytes(self) -> int: ...
-    def take(self, *, huge_pages: bool = False) -> HostSegment | None: ...
-    def request(self, num_segments: int, *, huge_pages: bool = False) -> None: ...
-    def withdraw(self) -> None: ...
-    def discard(self, segment: HostSegment) -> None: ...
-    def retry(self) -> None: ...
-    def set_budget(self, budget_nbytes: int) -> None: ...
-    def available_nbytes(self) -> int: ...
-
-
 class SegmentTable:
     """Every segment that belongs to a pool, and the grants and revokes that follow from what replies name.
 
-    A descriptor leaves only towards sessions of the pool's tenant, for it leaves only with a block of that pool.
+    A descriptor or handle leaves only towards sessions of the pool's tenant, for it leaves only with a block of that
+    pool.
     """
 
-    def __init__(self, stock: Stock, outbox: deque[Outgoing]) -> None:
-        self._stock = stock
+    def __init__(self, homes: Homes, pools: Pools, outbox: deque[Outgoing], epoch: int) -> None:
+        self._homes = homes
+        self._pools = pools
         self._outbox = outbox
-        self._segments: dict[tuple[int, SegmentId], HostSegment] = {}
+        self._epoch = epoch
+        self._segments: dict[tuple[int, SegmentId], HostSegment | DeviceSegment] = {}
         self._num_segments: Counter[int] = Counter()
         """By pool."""
+        self._draining = Draining()
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -56,14 +44,15 @@ class SegmentTable:
 
         Raises what `Pool.add_segment` raises; the memory taken for it goes back.
         """
+        stock = self._homes.of(pool).stock
         for num_given in range(num_segments):
-            segment = self._stock.take(huge_pages=wants_huge_pages(pool))
+            segment = stock.take(huge_pages=wants_huge_pages(pool))
             if segment is None:
                 return num_given
             try:
                 segment_id = pool.add_segment()
             except KvdError:
-                self._stock.discard(segment)
+                stock.discard(segment)
                 raise
             self._segments[pool.pool_id, segment_id] = segment
             self._num_segments[pool.pool_id] += 1
@@ -72,52 +61,108 @@ class SegmentTable:
     def grant(
         self, session: Session, pool: Pool, *, readable: Sequence[BlockId] = (), writable: Sequence[BlockId] = ()
     ) -> None:
-        """Queues the descriptors that the session lacks to map these blocks; call it before the reply is queued."""
+        """Queues what the session lacks to map these blocks; call it before the reply is queued."""
         pool_id, size = pool.pool_id, pool.blocks_per_segment
         granted = session.granted[pool_id]
+        if pool.device != HOST:
+            # Whoever can open device memory can write it.
+            readable, writable = (*readable, *writable), ()
         if writable:
             # First, since a writable descriptor also serves those who read.
             granted_writable = session.granted_writable[pool_id]
             for segment_id in _unknown_segments(writable, size, granted_writable):
-                self._grant(session, pool_id, segment_id, writable=True)
+                self._grant(session, pool, segment_id, writable=True)
                 granted_writable.add(segment_id)
                 granted.add(segment_id)
         # Whoever has them all, as sessions soon do, lacks none: a look at every block is a tenth of a long begin.
         if readable and len(granted) < self._num_segments[pool_id]:
             for segment_id in _unknown_segments(readable, size, granted):
-                self._grant(session, pool_id, segment_id, writable=False)
+                self._grant(session, pool, segment_id, writable=False)
                 granted.add(segment_id)
 
-    def view(self, pool: Pool, block: BlockId) -> memoryview:
+    def memory(self, pool: Pool, block: BlockId) -> BlockMemory:
         """The bytes of one block, for a copy. Whoever takes it releases it while the block is still held."""
         segment_id, index = divmod(block, pool.blocks_per_segment)
         segment = self._segments[pool.pool_id, SegmentId(segment_id)]
-        return segment.view(index * pool.block_nbytes, pool.block_nbytes)
+        if isinstance(segment, DeviceSegment):
+            return DeviceBlock(self._homes.of(pool).engine, segment, index * pool.block_nbytes, pool.block_nbytes)
+        return HostBlock(segment.view(index * pool.block_nbytes, pool.block_nbytes))
 
     def drop(self, dropped: DroppedSegment, sessions: Iterable[Session]) -> None:
-        """Revokes a segment that left its pool and gives its memory back. Nobody maps a block of it any more."""
-        pool_id, segment_id = dropped.pool_id, dropped.segment_id
+        """Revokes a segment that left its pool, and gives its memory back: at once, for nobody maps a block of it.
+
+        Memory of a card goes back when every session that could map it has said that it does not.
+        """
+        pool_id, segment_id = place = dropped.pool_id, dropped.segment_id
+        revoked = SegmentRevoked(pool=pool_id, segment=segment_id)
+        told: list[SessionId] = []
         for session in sessions:
             granted = session.granted.get(pool_id)
             if granted is not None and segment_id in granted:
                 granted.remove(segment_id)
                 session.granted_writable[pool_id].discard(segment_id)
-                revoked = SegmentRevoked(pool=pool_id, segment=segment_id)
                 self._outbox.append(SendRevoke(session.id, revoked))
+                told.append(session.id)
         self._num_segments[pool_id] -= 1
-        self._stock.discard(self._segments.pop((pool_id, segment_id)))
+        segment = self._segments.pop(place)
+        home = self._homes.of(self._pools.get(pool_id))
+        if isinstance(segment, DeviceSegment):
+            self._draining.begin(place, home, segment, told)
+            self._count_draining(home)
+        else:
+            home.stock.discard(segment)
+
+    def closed(self, session: SessionId, pool_id: int, segment: int) -> bool:
+        """The session maps a revoked segment no more. Whether memory went back by that.
+
+        Raises `KeyError` when it was not asked to close that one.
+        """
+        home = self._draining.closed(session, (pool_id, SegmentId(segment)))
+        if home is not None:
+            self._count_draining(home)
+        return home is not None
+
+    def session_ended(self, session: SessionId) -> None:
+        """It maps nothing any more."""
+        for home in self._draining.session_ended(session):
+            self._count_draining(home)
+
+    def is_draining(self, device: str) -> bool:
+        """Whether memory of the device is on its way back from clients."""
+        return self._draining.num_segments(device) > 0
+
+    def to_close(self, session: SessionId) -> dict[int, int]:
+        """By pool id: segments that the session was told to close and has not."""
+        return Counter(pool_id for pool_id, _ in self._draining.waits_for(session))
 
     def close(self) -> None:
         """Lets go of every segment, for the end of the daemon: clients read their mappings until they close them."""
         for segment in self._segments.values():
             segment.let_go()
         self._segments.clear()
+        self._draining.close()
 
-    def _grant(self, session: Session, pool_id: int, segment_id: SegmentId, *, writable: bool) -> None:
-        segment = self._segments[pool_id, segment_id]
-        message = SegmentGranted(pool=pool_id, segment=segment_id, nbytes=segment.nbytes, writable=writable)
-        descriptor = segment.writable_fd if writable else segment.read_only_fd
-        self._outbox.append(SendGrant(session.id, message, descriptor))
+    def _count_draining(self, home: Home) -> None:
+        self._pools.set_draining(home.device, self._draining.num_segments(home.device))
+
+    def _grant(self, session: Session, pool: Pool, segment_id: SegmentId, *, writable: bool) -> None:
+        segment = self._segments[pool.pool_id, segment_id]
+        if isinstance(segment, DeviceSegment):
+            handle = DeviceSegmentGranted(
+                pool=pool.pool_id,
+                segment=segment_id,
+                nbytes=segment.nbytes,
+                device=pool.device,
+                handle=segment.handle,
+                pid_namespace=self._homes.of(pool).pid_namespace,
+                pid=os.getpid(),
+                epoch=self._epoch,
+            )
+            self._outbox.append(SendGrant(session.id, handle, None))
+        else:
+            message = SegmentGranted(pool=pool.pool_id, segment=segment_id, nbytes=segment.nbytes, writable=writable)
+            descriptor = segment.writable_fd if writable else segment.read_only_fd
+            self._outbox.append(SendGrant(session.id, message, descriptor))
 
 
 def wants_huge_pages(pool: Pool) -> bool:

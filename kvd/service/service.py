@@ -5,40 +5,42 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvd.blobs import is_blob_engine
 from kvd.block import SessionId
-from kvd.errors import DaemonRestarted, InvalidLayout, KvdError, PermissionRefused, StateError
-from kvd.hashing import Namespace, namespace_digest, unpack_hashes
-from kvd.layout import KVLayout
+from kvd.errors import DaemonRestarted, KvdError, PermissionRefused, StateError
+from kvd.hashing import unpack_hashes
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import CacheOpened, Done, Failed, Reply, Sealed, StatusReply
+from kvd.protocol.replies import Done, Failed, Reply, Resized, Sealed, StatusReply
 from kvd.protocol.wire import MAX_IDS_PER_RELEASE, pack_block_ids
 from kvd.service import status
-from kvd.service.attempts import AnswerAttempt, Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
+from kvd.service.attempts import Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
 from kvd.service.below import Below
 from kvd.service.blob_verbs import BlobVerbs
 from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums, unpack_ids
+from kvd.service.homes import Home, Homes
 from kvd.service.identity import Identity
+from kvd.service.idle import IdleRelease
+from kvd.service.opening import Opening
 from kvd.service.outbox import Outgoing, SendReply
 from kvd.service.pin_files import PinFiles
 from kvd.service.pins import Pins
+from kvd.service.places import Places
 from kvd.service.pool_rules import PoolRules
 from kvd.service.progress import Progress
+from kvd.service.resizing import Resizing
 from kvd.service.savings import Savings
-from kvd.service.segments import SegmentTable, Stock
+from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Session
 from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
 from kvd.service.upkeep_verbs import UpkeepVerbs
 from kvd.status import Snapshot, WaitStatus
 
-_MIN_NAMESPACES_UNTIL_LOOK = 1024
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +55,7 @@ class Service:
         self,
         *,
         pools: Pools,
-        stock: Stock,
+        homes: Sequence[Home],
         epoch: int,
         mover: Mover | None = None,
         pin_files: PinFiles | None = None,
@@ -67,21 +69,22 @@ class Service:
         self.outbox: deque[Outgoing] = deque()
         self.server_figures: Callable[[], ServerFigures] = ServerFigures
         self.pools = pools
-        self.stock = stock
+        self.homes = Homes(homes)
         self.settings = settings or ServiceSettings()
         self.version, self.pid, self.runtime_dir = version, pid, runtime_dir
         self.clock = clock
         self.pool_rules = self.settings.pool_rules
         self.started_s = clock()
-        self.counters: Counter[str] = Counter(requests=0, late_requests=0, failed_requests=0, failed_releases=0)
+        self.counters: Counter[str] = Counter(
+            requests=0, late_requests=0, failed_requests=0, failed_releases=0, unexpected_closes=0
+        )
         self.sessions: dict[SessionId, Session] = {}
         self.savings = Savings()
         self._last_session = 0
-        self._namespaces_until_look = _MIN_NAMESPACES_UNTIL_LOOK
-        self._table = SegmentTable(stock, self.outbox)
+        self._table = SegmentTable(self.homes, pools, self.outbox, epoch)
         self._progress = Progress(
             pools=pools,
-            stock=stock,
+            homes=self.homes,
             table=self._table,
             sessions=self.sessions,
             settings=self.settings,
@@ -95,13 +98,16 @@ class Service:
             self.below = Below(
                 mover=mover,
                 pools=pools,
+                homes=self.homes,
                 table=self._table,
                 progress=self._progress,
                 settings=self.settings.tiers,
                 policy_of=lambda pool: self.pool_rules.policy(pool.name),
+                counters=self.counters,
                 clock=clock,
             )
         tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        places = Places(pools, self.homes, lambda: self.pool_rules)
         self.pins = Pins(
             pools=pools,
             below=self.below,
@@ -109,7 +115,7 @@ class Service:
             max_share=self.settings.pinned_share,
             max_uid_nbytes=self.settings.uid_quota_nbytes,
             may_touch=tiers.may_touch,
-            pool_name=lambda model, engine, uid: self.pool_rules.name_for(model=model, engine=engine, uid=uid),
+            pool_for=places.of_pin,
             clock=clock,
         )
         self.pins.load()
@@ -121,11 +127,46 @@ class Service:
             settings=self.settings,
             epoch=epoch,
             flush=tiers.flush,
+            mover=mover,
+            send_late=self._send_late,
         )
         blobs = BlobVerbs(self.below, self._progress, epoch)
+        self._resizing = Resizing(
+            pools=pools,
+            spilling=None if self.below is None else self.below.spilling,
+            apply=self.set_budget,
+            bound_s=self.settings.tiers.drain_s,
+            clock=clock,
+        )
+        self._idle = IdleRelease(
+            homes=self.homes,
+            pools=pools,
+            sessions=self.sessions,
+            spilling=None if self.below is None else self.below.spilling,
+            is_draining=self._table.is_draining,
+            settle=self._progress.settle,
+            again=self._carry_out,
+            fail=self._fail,
+            idle_s=self.settings.idle_release_s,
+            bound_s=self.settings.tiers.drain_s,
+            patience_s=self.settings.restore_wait_s,
+            clock=clock,
+        )
+        opening = Opening(
+            pools=pools,
+            homes=self.homes,
+            places=places,
+            sessions=self.sessions,
+            below=self.below,
+            pins=self.pins,
+            progress=self._progress,
+            idle=self._idle,
+            max_caches=self.settings.max_caches_per_session,
+            epoch=epoch,
+        )
         # Each returns its reply, or None when that comes later or never.
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
-            requests.OpenCache: self._open_cache,
+            requests.OpenCache: opening.open_cache,
             requests.Begin: self._begin,
             requests.Reserve: self._reserve,
             requests.Seal: self._seal,
@@ -139,10 +180,12 @@ class Service:
             requests.Unpin: upkeep.unpin,
             requests.Flush: upkeep.flush,
             requests.Spill: tiers.spill,
+            requests.Resize: self._resize,
             requests.Status: self._status,
             requests.Verify: upkeep.verify,
             requests.Check: self._check,
         }
+        self._idle.go_on()
 
     def open_session(self, identity: Identity, *, label: str = "", client_version: str = "") -> SessionId:
         """A session begins. `identity` is the kernel's word; `label` and `client_version` are claims, for display."""
@@ -168,6 +211,8 @@ class Service:
         self._progress.forget(session)
         self.savings.ended(session)
         self.pools.end_session(session_id)
+        self._table.session_ended(session_id)
+        self._idle.go_on()
         self._progress.blocks_came_back = True
         self._blocks_moved(*{cache.pool for cache in session.caches.values()})
         self._progress.settle()
@@ -180,6 +225,10 @@ class Service:
             return
         self.counters["requests"] += 1
         session.num_requests += 1
+        self._carry_out(session, request)
+        self._progress.settle()
+
+    def _carry_out(self, session: Session, request: requests.Request) -> None:
         try:
             if request.epoch != self.epoch:
                 raise DaemonRestarted(f"the request names epoch {request.epoch}, this daemon's is {self.epoch}")
@@ -189,11 +238,26 @@ class Service:
         else:
             if reply is not None:
                 self._send(session, reply)
-        self._progress.settle()
+
+    def segment_closed(self, session_id: SessionId, pool_id: int, segment: int) -> None:
+        """A session says that it maps a revoked device segment no more. What it was not asked for is only counted."""
+        try:
+            memory_came_back = self._table.closed(session_id, pool_id, segment)
+        except KeyError:
+            self.counters["unexpected_closes"] += 1
+            return
+        if memory_came_back:
+            self._progress.blocks_came_back = True
+            self._idle.go_on()
+            self._progress.settle()
 
     def on_memory_ready(self) -> None:
-        """The stock has made something, or failed to."""
+        """A stock has made something, or failed to."""
         self._progress.memory_ready()
+        if self.below is not None:
+            self.below.memory_ready()
+        self._idle.go_on()
+        self._progress.fail_lost()
         self._progress.settle()
 
     def on_mover_done(self) -> None:
@@ -201,6 +265,9 @@ class Service:
         if self.below is not None:
             self.below.mover_done()
             self.pins.look()
+        self._resizing.go_on()
+        self._idle.go_on()
+        self._progress.fail_lost()
         self._progress.settle()
 
     def tick(self, now_s: float) -> float | None:
@@ -208,6 +275,8 @@ class Service:
         if self.below is not None:
             self.below.tick(now_s)
         self.pins.tick(now_s)
+        self._resizing.go_on()
+        self._idle.go_on()
         self._progress.tick(now_s)
         self._progress.settle()
         return self.next_deadline_s
@@ -215,7 +284,12 @@ class Service:
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do; None while nothing waits."""
-        deadlines = [self._progress.next_deadline_s, self.pins.next_deadline_s]
+        deadlines = [
+            self._progress.next_deadline_s,
+            self.pins.next_deadline_s,
+            self._resizing.next_deadline_s,
+            self._idle.next_deadline_s,
+        ]
         if self.below is not None:
             deadlines.append(self.below.next_deadline_s)
         return min((one for one in deadlines if one is not None), default=None)
@@ -229,10 +303,14 @@ class Service:
         if self.below is not None:
             self.below.drain(wait)
 
-    def set_budget(self, budget_nbytes: int) -> None:
-        """From now on at most this much memory; segments leave as soon as nobody holds a block of them."""
-        self.pools.set_budget(budget_nbytes)
-        self.stock.set_budget(budget_nbytes)
+    def set_budget(self, budget_nbytes: int, device: str | None = None) -> None:
+        """From now on at most this much of a device's memory; segments leave as soon as nobody holds a block of them.
+
+        `device` None is the main one.
+        """
+        home = self.homes.main if device is None else self.homes.get(device)
+        self.pools.set_budget(budget_nbytes, home.device)
+        home.stock.set_budget(budget_nbytes)
         self._progress.blocks_came_back = True
         self._progress.settle()
 
@@ -255,6 +333,10 @@ class Service:
         """What the start had to settle for, found out after this was made; shown by every status."""
         self.settings = replace(self.settings, warnings=(*self.settings.warnings, text))
 
+    def num_segments_to_close(self, session_id: SessionId) -> dict[int, int]:
+        """By pool id: segments of a card that the session was told to close and has not."""
+        return self._table.to_close(session_id)
+
     def snapshot(self, *, with_map: bool = False) -> Snapshot:
         """Everything at one moment; `with_map` with a picture of each pool's blocks."""
         return status.snapshot(self, with_map=with_map)
@@ -272,75 +354,6 @@ class Service:
         if self.below is not None:
             self.below.close()
         self._table.close()
-
-    def _open_cache(self, session: Session, request: requests.OpenCache) -> Reply | None:
-        layout = KVLayout(
-            num_layers=request.num_layers,
-            num_kv_heads=request.num_kv_heads,
-            head_dim=request.head_dim,
-            dtype=request.dtype,
-            block_tokens=request.block_tokens,
-        )
-        if layout.block_nbytes != request.block_nbytes:
-            raise InvalidLayout(
-                f"the client counts {request.block_nbytes} bytes a block, the daemon {layout.block_nbytes}: they mean "
-                f"different layouts"
-            )
-        namespace = Namespace(
-            model=request.model,
-            layout=layout,
-            engine=request.engine,
-            positional=request.positional,
-            adapter=request.adapter,
-            salt=request.salt,
-        )
-        digest = namespace_digest(namespace, session.tenant)
-        cache = session.cache_of(digest)
-        # What lies in a blob's blocks are bytes; counted as tokens they would be a figure that means nothing.
-        block_tokens = 0 if is_blob_engine(request.engine) else layout.block_tokens
-        if cache is None:
-            session.check_may_open(self.settings.max_caches_per_session)
-            name = self.pool_rules.name_for(model=request.model, engine=request.engine, uid=session.identity.uid)
-            pool = self.pools.pool(session.tenant, layout.block_nbytes, name)
-            counters = pool.namespace(
-                digest,
-                model=request.model,
-                engine=request.engine,
-                adapter=request.adapter,
-                has_salt=bool(request.salt),
-                positional=request.positional,
-                layout=layout,
-                block_tokens=block_tokens,
-            )
-            cache = session.add_cache(pool, digest, counters, block_tokens)
-            self._forget_unused_namespaces()
-        reply = CacheOpened(
-            request.request_id,
-            self.epoch,
-            cache.handle,
-            cache.pool.pool_id,
-            digest,
-            cache.pool.blocks_per_segment,
-            self.stock.segment_nbytes,
-        )
-        number = None if self.below is None else self.below.open(cache, layout)
-        if number is None:
-            return reply
-        # A block sealed before its generation is known could not be told from one that a flush was to end.
-        self._progress.wait_below(AnswerAttempt(session, cache, request, lambda: reply), number)
-        return None
-
-    def _forget_unused_namespaces(self) -> None:
-        """Looks for them only when their number has doubled, so that opening one costs O(1) on average."""
-        if self.pools.num_namespaces <= self._namespaces_until_look:
-            return
-        in_use = {digest for session in self.sessions.values() for digest in session.handles} | self.pins.namespaces()
-        if self.below is not None:
-            in_use |= self.below.busy_namespaces()
-        forgotten = self.pools.forget_namespaces(in_use)
-        if self.below is not None:
-            self.below.lineages.forget(forgotten)
-        self._namespaces_until_look = max(_MIN_NAMESPACES_UNTIL_LOOK, 2 * self.pools.num_namespaces)
 
     def _begin(self, session: Session, request: requests.Begin) -> None:
         cache = session.cache(request.cache)
@@ -375,6 +388,7 @@ class Service:
 
     def _seal(self, session: Session, request: requests.Seal) -> Reply:
         cache = session.cache(request.cache)
+        self.homes.of(cache.pool).check()
         blocks = unpack_ids(request.blocks)
         hashes = unpack_hashes(request.hashes)
         checksums = unpack_checksums(request.checksums, len(blocks))
@@ -386,7 +400,7 @@ class Service:
         if sealed:
             self._table.grant(session, cache.pool, readable=sealed)
         if self.below is not None:
-            self.below.spilling.sealed(cache.pool, cache.digest, hashes)
+            self.below.sealed(cache.pool, cache.digest, hashes)
         self.pins.look()
         return Sealed(request.request_id, self.epoch, pack_block_ids(sealed))
 
@@ -401,6 +415,24 @@ class Service:
         self._progress.blocks_came_back = True
         self._blocks_moved(cache.pool)
         return Done(request.request_id, self.epoch) if request.ack else None
+
+    def _resize(self, session: Session, request: requests.Resize) -> Reply:
+        if not self.settings.is_admin(session.identity):
+            raise PermissionRefused("only root and the daemon's own user may change a budget")
+        home = self.homes.named(request.device)
+        num_left = self._resizing.ask(home, request.nbytes)
+        # What left its pool by this is told to its clients, and counted, before the figures are read.
+        self._progress.settle()
+        usage = self.pools.usage(home.device)
+        return Resized(
+            request.request_id,
+            self.epoch,
+            home.device,
+            usage.budget_nbytes,
+            usage.used_nbytes,
+            usage.num_segments_draining * home.stock.segment_nbytes,
+            num_left,
+        )
 
     def _status(self, session: Session, request: requests.Status) -> Reply:
         viewer = session if self.settings.is_walled(session.identity) else None

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from kvd.service.parking import Parked
 
 
+Asked = tuple[NamespaceDigest, str, bool]
+"""What tells the caches of a session apart: the namespace, the device it named, and whether it is to be staged."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Cache:
     """A session's handle on one namespace and its pool."""
@@ -37,9 +41,9 @@ class Session:
     client_version: str
     connected_s: float
     caches: dict[int, Cache] = field(default_factory=dict)
-    handles: dict[NamespaceDigest, int] = field(default_factory=dict)
+    handles: dict[Asked, int] = field(default_factory=dict)
     granted: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Pool id -> segments of which the session has any descriptor."""
+    """Pool id -> segments of which the session has any descriptor, or the handle."""
     granted_writable: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Pool id -> those of them whose descriptor is writable."""
     parked: set[Parked] = field(default_factory=set)
@@ -60,9 +64,9 @@ class Session:
         except KeyError:
             raise UnknownCache(f"session {self.id} never opened cache {handle}") from None
 
-    def cache_of(self, digest: NamespaceDigest) -> Cache | None:
-        """The cache it opened for this namespace already."""
-        handle = self.handles.get(digest)
+    def cache_of(self, asked: Asked) -> Cache | None:
+        """The cache it opened by that already."""
+        handle = self.handles.get(asked)
         return None if handle is None else self.caches[handle]
 
     def check_may_open(self, limit: int) -> None:
@@ -70,8 +74,8 @@ class Session:
         if len(self.caches) >= limit:
             raise InvalidRequest(f"a session may open at most {limit} caches")
 
-    def add_cache(self, pool: Pool, digest: NamespaceDigest, namespace: NamespaceCounters, block_tokens: int) -> Cache:
+    def add_cache(self, asked: Asked, pool: Pool, namespace: NamespaceCounters, block_tokens: int) -> Cache:
         """A new handle, counted up from 1."""
-        handle = self.handles[digest] = len(self.caches) + 1
-        cache = self.caches[handle] = Cache(handle, pool, digest, namespace, block_tokens)
+        handle = self.handles[asked] = len(self.caches) + 1
+        cache = self.caches[handle] = Cache(handle, pool, asked[0], namespace, block_tokens)
         return cache

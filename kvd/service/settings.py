@@ -49,6 +49,12 @@ class ServiceSettings:
     """Longer waits that a client asks for are cut to this."""
     growth_wait_s: float = 10.0
     """How long a request waits for memory that is being made before the pool has to evict instead."""
+    drain_wait_s: float = 1.0
+    """How long a request waits for a card's memory that clients were told to close, before it gets its error."""
+    idle_release_s: float = 0.0
+    """How long a card stays that nobody uses; 0 for good."""
+    restore_wait_s: float = 20.0
+    """How long opening a cache waits for a card that was released."""
     memory_retry_s: float = 5.0
     """How long after memory could not be had it is tried again."""
     max_caches_per_session: int = 256

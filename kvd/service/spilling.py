@@ -111,8 +111,25 @@ class Spilling:
         self._shelf(pool).copies_all = True
         self.look_at(pool)
 
+    @property
+    def may_copy(self) -> bool:
+        """Whether copying down is of any use now."""
+        return not self._draining and bool(self._mover.stack.tiers) and self._mover.stack.is_answering()
+
+    def accepts(self, namespace: NamespaceDigest) -> bool:
+        """Whether blocks of the namespace can be copied down now."""
+        return self._lineages.may_spill(namespace)
+
+    def copy_blocks(self, pool: Pool, blocks: Sequence[BlockId]) -> None:
+        """Begins to copy idle blocks down that are about to go, as many as may be under way."""
+        if self._rest_until_s is None:
+            shelf = self._shelf(pool)
+            self._copy(pool, shelf, blocks[: max(0, self._room(pool, shelf))], lasting_only=False)
+
     def look_at(self, pool: Pool) -> None:
         """After whatever may have made blocks scarce, or idle: begins the copies that are due. O(1) if none are."""
+        if not self._mover.stack.tiers:
+            return
         shelf = self._shelves.get(pool.pool_id) or self._shelf(pool)
         num_attainable = pool.num_attainable
         if self._policy_of(pool).spill == "on_second_hit":
@@ -242,7 +259,7 @@ class Spilling:
 
             job = Spill(
                 ticket,
-                self._table.view(pool, block),
+                self._table.memory(pool, block),
                 lineage.generations,
                 on_done,
                 itemsize=lineage.itemsize,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from kvd.status import MemoryStatus, Snapshot, TierStatus, WaitStatus
+from kvd.status import MemoryStatus, PoolStatus, Snapshot, TierStatus, WaitStatus
 
 if TYPE_CHECKING:
     from kvd.service.service import Service
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 TELLS_NOBODYS = frozenset({"version", "pid", "epoch", "uptime_s", "runtime_dir"})
 """Fields of a snapshot that are about the daemon alone; every tenant sees them as they are."""
 CUT_TO_TENANT = frozenset({
-    "memory", "pools", "namespaces", "num_namespaces_omitted", "clients", "counters", "warnings", "tiers", "tenant",
-    "savings", "waits", "pins",
+    "memory", "memories", "pools", "namespaces", "num_namespaces_omitted", "clients", "counters", "warnings", "tiers",
+    "tenant", "savings", "waits", "pins",
 })  # fmt: skip
 """Fields that are cut to the tenant. What is in neither set, a new field for instance, no tenant sees."""
 
@@ -29,20 +29,15 @@ def of_tenant(full: Snapshot, service: Service, viewer: Session) -> Snapshot:
     pools = [pool for pool in full.pools if pool.tenant == viewer.tenant]
     clients = [client for client in full.clients if client.session in own]
     tiers = [_without_figures(tier) for tier in full.tiers]
+    memories = [_own_memory(memory, service, pools) for memory in full.memories]
     return Snapshot(
         version=full.version,
         pid=full.pid,
         epoch=full.epoch,
         uptime_s=full.uptime_s,
         runtime_dir=full.runtime_dir,
-        memory=MemoryStatus(
-            device=full.memory.device,
-            budget_nbytes=full.memory.budget_nbytes,
-            used_nbytes=sum(pool.num_segments for pool in pools) * service.pools.segment_nbytes,
-            # Budget less this would be what the others have.
-            ready_nbytes=0,
-            available_nbytes=full.memory.available_nbytes,
-        ),
+        memory=memories[0],
+        memories=memories,
         pools=pools,
         namespaces=full.namespaces,
         num_namespaces_omitted=full.num_namespaces_omitted,
@@ -74,6 +69,26 @@ def tier_warnings(tiers: Iterable[TierStatus]) -> list[str]:
     return [
         f"The {tier.name} tier is {tier.state}, memory serves on: {tier.reason}" for tier in tiers if tier.state != "up"
     ]
+
+
+def _own_memory(memory: MemoryStatus, service: Service, pools: Iterable[PoolStatus]) -> MemoryStatus:
+    """A device, with what the tenant's own pools have of it."""
+    num_segments = sum(pool.num_segments for pool in pools if pool.device == memory.device)
+    return MemoryStatus(
+        device=memory.device,
+        budget_nbytes=memory.budget_nbytes,
+        used_nbytes=num_segments * service.pools.segment_nbytes(memory.device),
+        # Budget less this would be what the others have.
+        ready_nbytes=0,
+        available_nbytes=memory.available_nbytes,
+        name=memory.name,
+        compute_capability=memory.compute_capability,
+        total_nbytes=memory.total_nbytes,
+        free_nbytes=memory.free_nbytes,
+        reserved_nbytes=memory.reserved_nbytes,
+        state=memory.state,
+        reason=memory.reason,
+    )
 
 
 def _without_figures(tier: TierStatus) -> TierStatus:

@@ -10,12 +10,13 @@ from rich.console import Console
 
 from kvd.cli.processes import Process
 from kvd.cli.render_status import render_status
-from kvd.status import Snapshot
+from kvd.status import MapStatus, Snapshot
 from tests.cli.snapshots import (
     CLIENT,
     EMPTY,
     FULL,
     HOST_TIER,
+    MEMORY,
     MOVER,
     NAMESPACE,
     PIN,
@@ -80,6 +81,22 @@ copying: 2 up (waited for), 4 up ahead of need, 1,008 down
 
 pool  cached tokens  reused  hits  below  engine          model
    0         80,000  14,400  90 %   40 %  transformers/1  smollm2-135m-instruct?
+"""
+
+GOLDEN_CARD = """\
+memory GPU-a0b1c2d3  ------        2.2 GiB of 4 GiB in pools
+                                   512 MiB ready, 12 GiB more available
+                                   64 MiB not closed yet by clients
+                                   15 GiB of 24 GiB free, 512 MiB left to others
+memory host          ------        2.2 GiB of 4 GiB in pools
+                                   512 MiB ready, 12 GiB more available
+card GPU-a0b1c2d3-e4f5-0011-2233-445566778899, compute 6.1, Tesla P40
+"""
+
+GOLDEN_MAPS = """\
+  pid  pool  maps    segments   memory  to close  device
+12345     0  mapped         3  192 MiB         1  GPU-a0b1c2d3
+12345     1  staged         1   16 MiB         -  host
 """
 
 
@@ -149,6 +166,53 @@ def test_tiers_show_what_they_do_and_what_is_wrong():
     assert GOLDEN_TIERS in text(snapshot)
 
 
+def test_a_pool_of_a_rule_shows_its_name():
+    page = text(with_fields(FULL, pools=[POOL, with_fields(POOL, pool=1, name="agents")]))
+    assert "evicted  tenant, rule\n" in page
+    assert "12,345  group:kvd\n" in page
+    assert "12,345  group:kvd, agents\n" in page
+
+
+def test_cards_show_what_they_are_and_who_maps_them():
+    card = with_fields(
+        MEMORY,
+        device="GPU-a0b1c2d3-e4f5-0011-2233-445566778899",
+        draining_nbytes=64 << 20,
+        name="Tesla P40",
+        compute_capability="6.1",
+        total_nbytes=24 << 30,
+        free_nbytes=15 << 30,
+        reserved_nbytes=512 << 20,
+    )
+    snapshot = with_fields(
+        FULL,
+        memory=card,
+        memories=[card, MEMORY],
+        pools=[
+            with_fields(POOL, device=card.device),
+            with_fields(POOL, pool=1, tenant="gid:1", staged_from=card.device),
+        ],
+        clients=[
+            with_fields(
+                CLIENT,
+                maps=[
+                    MapStatus(
+                        pool=0, device=card.device, mode="mapped", num_segments=3, nbytes=192 << 20, num_to_close=1
+                    ),
+                    MapStatus(pool=1, device="host", mode="staged", num_segments=1, nbytes=16 << 20),
+                ],
+            )
+        ],
+    )
+    page = text(snapshot)
+    assert GOLDEN_CARD in page
+    assert GOLDEN_MAPS in page
+    assert "evicted  tenant, device\n" in page
+    assert "gid:1, host beside GPU-a0b1c2d3\n" in text(snapshot, width=100)
+    lost = with_fields(card, state="lost", reason="cuStreamSynchronize: CUDA_ERROR_LAUNCH_FAILED")
+    assert "\n                                   lost\n" in text(with_fields(FULL, memories=[lost]))
+
+
 def test_only_the_namespaces_with_most_tokens_are_listed():
     many = [with_fields(NAMESPACE, model=f"model-{index}", num_sealed=index) for index in range(25)]
     page = text(with_fields(FULL, namespaces=many, num_namespaces_omitted=1000))
@@ -159,13 +223,6 @@ def test_only_the_namespaces_with_most_tokens_are_listed():
 
 def test_a_page_that_is_cut_to_the_asker_says_so():
     assert "only what is yours (uid:1000)" in text(with_fields(FULL, tenant="uid:1000"))
-
-
-def test_a_pool_of_a_rule_shows_its_name():
-    page = text(with_fields(FULL, pools=[POOL, with_fields(POOL, pool=1, name="agents")]))
-    assert "evicted  tenant, rule\n" in page
-    assert "12,345  group:kvd\n" in page
-    assert "12,345  group:kvd, agents\n" in page
 
 
 def test_the_session_that_asks_is_left_out():

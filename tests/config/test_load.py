@@ -65,7 +65,7 @@ def test_every_key_can_be_set_from_the_environment(key):
     by_kind = {"true or false": "true"}
     is_share = key.kind == "a number from 0 to 1"
     number = "2MiB" if key.is_size else by_kind.get(key.kind, "0.1" if is_share else "9")
-    text = key.choices[0] if key.choices else "some" if key.is_text else number
+    text = key.choices[0] if key.choices else str(key.default) or "some" if key.is_text else number
     assert load(None, {key.env: text}).origin[key.name] == f"environment {key.env}"
 
 

@@ -12,7 +12,8 @@ from kvd.cuda import Context, address_of
 from kvd.errors import CudaDeviceLost, CudaError, CudaMisuse
 from kvd.memory.device_copies import CopyEngine
 from kvd.memory.device_segment import DeviceSegment
-from kvd.memory.page_lock import PageLock, StagingMemory
+from kvd.memory.page_lock import PageLock, SegmentLocks, StagingMemory
+from kvd.memory.segment import HostSegment
 from tests.fakecuda.machine import MIB, FakeMachine
 
 BLOCK = 64 << 10
@@ -237,3 +238,29 @@ def test_a_lost_card_ends_every_batch_with_its_error_and_closes_quietly(
         with pytest.raises(CudaDeviceLost), engine.lane() as lane:
             lane.download(segment, 0, BLOCK)
     engine.close()
+
+
+def test_host_segments_are_locked_until_they_or_the_card_go(machine: FakeMachine, p40: Context) -> None:
+    locks = SegmentLocks(p40)
+    machine.forget_calls()
+    with HostSegment(MIB) as first, HostSegment(MIB) as second:
+        locks.lock(first)
+        locks.lock(second)
+        assert machine.num_calls("cuMemHostRegister_v2") == 2
+        first.close()
+        assert machine.num_calls("cuMemHostUnregister") == 1
+        locks.close()
+        locks.close()
+        assert machine.num_calls("cuMemHostUnregister") == 2
+        second.close()
+    assert machine.num_calls("cuMemHostUnregister") == 2
+
+
+def test_a_host_segment_that_cannot_be_locked_serves_all_the_same(machine: FakeMachine, p40: Context) -> None:
+    locks = SegmentLocks(p40)
+    machine.fail("cuMemHostRegister_v2:*=999")
+    with HostSegment(MIB) as segment:
+        locks.lock(segment)
+        segment.view(0, MIB)[:5] = b"hello"
+    machine.fail("")
+    locks.close()

@@ -19,6 +19,7 @@ from tests.support.raw_client import RawClient
 from tests.support.redis_servers import DEBIAN_REDIS, RealServer, running_server
 from tests.support.wait import eventually
 
+pytestmark = pytest.mark.usefixtures("either_home")
 PROMPT = list(range(1, 162))
 NUM_CACHED = 160
 
@@ -172,7 +173,7 @@ def test_a_flush_by_one_daemon_is_final_for_the_other(tmp_path: Path, server: Re
 
 def test_models_of_two_sizes_share_memory_and_redis(tmp_path: Path, server: RealServer) -> None:  # case D5
     large = KVLayout(num_layers=6, num_kv_heads=4, head_dim=64, block_tokens=16)
-    with running_daemon(tmp_path, budget="8MiB", segment="1MiB", tiers=tiers(server, low_watermark=0.4)) as daemon:
+    with running_daemon(tmp_path, budget="12MiB", segment="2MiB", tiers=tiers(server, low_watermark=0.4)) as daemon:
         prompts = [[number, *PROMPT] for number in range(14)]
         for _ in range(2):
             for prompt in prompts:

@@ -22,6 +22,7 @@ from tests.support.puppet_server import always, claiming, puppet_server
 from tests.support.redis_servers import DEBIAN_REDIS, RealServer, running_server
 from tests.support.wait import eventually
 
+pytestmark = pytest.mark.usefixtures("either_home")
 PROMPT = list(range(1, 162))
 NUM_CACHED = 160
 NUM_BLOCKS = 10

@@ -10,6 +10,7 @@ import xxhash
 
 from kvd.block import BlockId, ChainHash, NamespaceDigest
 from kvd.errors import BlockCorrupt, BlockMissing, TierUnavailable
+from kvd.memory import HostBlock
 from kvd.mover import Fill, Flush, Job, Learn, Lookup, Mover, Spill
 from kvd.pool import FillTicket, SpillTicket
 from kvd.tiers.base import Generation, TierKey
@@ -52,11 +53,11 @@ class Desk:
 
     def spill(self, number: int, data: bytes | None = None, checksum: int = 0) -> Spill:
         ticket = SpillTicket(0, BlockId(number), number, name(number), SPACE, checksum)
-        return Spill(ticket, memoryview(data or bytes([number]) * BLOCK), (Generation(0),), self.done)
+        return Spill(ticket, HostBlock(memoryview(data or bytes([number]) * BLOCK)), (Generation(0),), self.done)
 
     def fill(self, number: int, into: bytearray, **more: bool) -> Fill:
         ticket = FillTicket(0, BlockId(number), number, name(number))
-        return Fill(ticket, TierKey(SPACE, ticket.hash), 0, memoryview(into), self.done, wanted=True, **more)
+        return Fill(ticket, TierKey(SPACE, ticket.hash), 0, HostBlock(memoryview(into)), self.done, wanted=True, **more)
 
 
 @pytest.fixture

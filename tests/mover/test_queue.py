@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvd.block import BlockId, ChainHash, NamespaceDigest
+from kvd.memory import HostBlock
 from kvd.mover import Fill, Learn, Lookup, Rank, Spill
 from kvd.mover.jobs import Job, JobState
 from kvd.mover.queue import MAX_BATCH, JobQueue
@@ -23,12 +24,12 @@ def ignore(_job: Job) -> None:
 
 def fill(number: int, *, wanted: bool = False) -> Fill:
     ticket = FillTicket(0, BlockId(number), number, name(number))
-    return Fill(ticket, TierKey(SPACE, ticket.hash), 0, memoryview(bytearray(8)), ignore, wanted=wanted)
+    return Fill(ticket, TierKey(SPACE, ticket.hash), 0, HostBlock(memoryview(bytearray(8))), ignore, wanted=wanted)
 
 
 def spill(number: int) -> Spill:
     ticket = SpillTicket(0, BlockId(number), number, name(number), SPACE, 0)
-    return Spill(ticket, memoryview(bytes(8)), (None,), ignore)
+    return Spill(ticket, HostBlock(memoryview(bytes(8))), (None,), ignore)
 
 
 def test_wanted_promotions_go_before_others_and_spills_come_last() -> None:

@@ -55,7 +55,7 @@ def test_a_grow_names_what_is_missing_and_no_more_than_the_budget_has() -> None:
     assert one.reserve(ALICE, 5) == Grow(2)
     with pytest.raises(OutOfBlocks):
         one.reserve(ALICE, 7)
-    assert pools.num_segments_room == 2
+    assert pools.num_segments_room() == 2
 
 
 def test_a_request_no_budget_could_serve_fails_before_anything_grows_or_goes() -> None:
@@ -254,7 +254,7 @@ def test_a_pool_grows_until_its_block_ids_are_used_up_and_then_evicts() -> None:
         one.add_segment()
     pools.check_integrity()
     assert len(one.store.segments) == 1
-    assert pools.num_segments_room == 0  # for whichever pool asks
+    assert pools.num_segments_room() == 0  # for whichever pool asks
     assert len(reserve(pools, two, 4)) == 4
 
 
@@ -264,7 +264,7 @@ def test_a_grow_is_for_no_more_segments_than_there_are_block_ids_for() -> None:
     assert one.reserve(ALICE, 4) == Grow(2)
     with pytest.raises(OutOfBlocks, match="2 segments of 2 may be added"):
         one.reserve(ALICE, 5)
-    assert pools.num_segments_room == 2
+    assert pools.num_segments_room() == 2
 
 
 def test_no_pool_gives_up_a_segment_to_one_without_block_ids() -> None:
@@ -312,7 +312,7 @@ def test_without_more_memory_a_segment_can_still_change_its_pool() -> None:
     assert two.reserve(ALICE, 1) == Grow(1)
     assert pools.take_dropped() == [DroppedSegment(0, SegmentId(0))]
     two.add_segment()
-    assert pools.num_segments_room == 0
+    assert pools.num_segments_room() == 0
 
 
 def test_pools_are_apart_by_tenant_and_block_size() -> None:

@@ -476,7 +476,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert figures.num_announced == len(record.announced)
             assert figures.held_nbytes == model.held_nbytes(record)
             assert self.pools.has_announcements(session) == bool(record.announced)
-        assert self.pools.num_segments_room == model.room
+        assert self.pools.num_segments_room() == model.room
 
     def teardown(self) -> None:
         """Nothing leaks: once everybody is gone and every copy ended, nothing is held."""

@@ -46,7 +46,7 @@ def test_a_grant_that_waits_keeps_its_own_descriptor(pair):
     num_sent = fill(channel)
     descriptor = os.memfd_create("granted")
     os.write(descriptor, b"the segment")
-    channel.send(b"grant", descriptor)
+    channel.send(b"grant", descriptor, is_grant=True)
     os.close(descriptor)  # the segment is gone, and its number may be another's
     assert channel.num_grants == 1
     assert channel.num_grants_sent == 0

@@ -11,7 +11,7 @@ import pytest
 
 import kvd
 from kvd.protocol.control_page import ControlPageReader, DaemonState
-from kvd.protocol.session import Goodbye, Hello, Refused, Welcome, decode_from_daemon, encode
+from kvd.protocol.session import Goodbye, Hello, Refused, SegmentClosed, Welcome, decode_from_daemon, encode
 from tests.support.daemon import running_daemon
 from tests.support.raw_client import RawClient
 from tests.support.wait import eventually
@@ -52,8 +52,16 @@ def test_a_newer_client_that_still_speaks_ours_is_welcome(daemon):
 
 @pytest.mark.parametrize(
     "datagram",
-    [b"\xff", os.urandom(4000), b"x" * 20_000, pickle.dumps({"pid": 1}), b"\x81" * 5000, encode(Goodbye("a", "b"))],
-    ids=["one byte", "random", "too long", "pickle", "nested", "another message"],
+    [
+        b"\xff",
+        os.urandom(4000),
+        b"x" * 20_000,
+        pickle.dumps({"pid": 1}),
+        b"\x81" * 5000,
+        encode(Goodbye("a", "b")),
+        encode(SegmentClosed(0, 0)),
+    ],
+    ids=["one byte", "random", "too long", "pickle", "nested", "another message", "a close"],
 )
 def test_anything_but_a_hello_is_refused(daemon, datagram):  # case F3
     with RawClient(daemon.folder, hello=datagram) as raw:
@@ -70,6 +78,22 @@ def test_a_second_datagram_ends_the_session(daemon):
         assert goodbye.code == "invalid-request"
         assert raw.next_datagram() is None
         assert len(observer.status().clients) == 1
+
+
+def test_closing_a_segment_that_was_never_granted_is_counted_and_ends_nothing(daemon):
+    with RawClient(daemon.folder) as raw:
+        for pool, segment in [(0, 0), (-1, 1 << 62), (1 << 62, -1)]:
+            raw.session_socket.send(encode(SegmentClosed(pool, segment)))
+        eventually(lambda: raw.counter("unexpected_closes") == 3)
+
+
+def test_what_an_ending_client_had_still_said_does_not_hide_its_end(daemon):
+    with RawClient(daemon.folder) as raw, RawClient(daemon.folder) as observer:
+        for _ in range(10):
+            raw.session_socket.send(encode(SegmentClosed(0, 0)))
+        raw.session_socket.close()
+        eventually(lambda: len(observer.status().clients) == 1)
+        assert observer.counter("num_sessions_expelled") == 0
 
 
 def test_descriptors_sent_by_a_client_are_not_taken(daemon):

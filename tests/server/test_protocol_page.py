@@ -105,7 +105,7 @@ def test_a_client_written_from_the_page_alone(daemon):
 
         opened = ask("open_cache", 1, epoch, "demo", "raw/1", "", "", "", 1, 1, 64, "float16", 16, 4096)
         assert opened[:3] == ["cache_opened", 1, epoch]
-        _, _, _, cache, pool, digest, blocks_per_segment, segment_nbytes = opened
+        _, _, _, cache, pool, digest, blocks_per_segment, segment_nbytes, *_ = opened
         assert len(digest) == 32
         assert blocks_per_segment == segment_nbytes // 4096
         assert ask("reserve", 2, epoch, cache, 3) == ["reserved", 2, epoch, struct.pack("<3I", 0, 1, 2)]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from kvd.block import BlockId, ChainHash, SessionId
+from kvd.block import HOST, BlockId, ChainHash, SessionId
 from kvd.hashing import pack_hashes
 from kvd.layout import KVLayout
 from kvd.memory import HostSegment
@@ -16,6 +16,7 @@ from kvd.protocol import requests
 from kvd.protocol.replies import Begun, CacheOpened, Done, Failed, Matched, Reply, Reserved, Sealed, StatusReply
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd.service import Identity, SendGrant, SendReply, SendRevoke, Service, ServiceSettings
+from kvd.service.homes import Home
 
 SETTINGS = ServiceSettings(default_wait_s=10.0, max_wait_s=60.0, growth_wait_s=3.0)
 BLOCK_NBYTES = 4096
@@ -117,7 +118,7 @@ class House:
         )
         self.service = Service(
             pools=self.pools,
-            stock=self.stock,
+            homes=[Home(HOST, self.stock)],
             epoch=EPOCH,
             settings=settings or SETTINGS,
             mover=mover,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from kvd.block import ChainHash, SessionId
 from kvd.service import Identity
-from kvd.service.parking import MEMORY, Parked, ParkingLot
+from kvd.service.parking import Parked, ParkingLot
 from kvd.service.sessions import Session
 
 HERE, THERE = (0, ChainHash(b"here")), (0, ChainHash(b"there"))
@@ -30,7 +30,7 @@ def test_stays_end_earliest_first_and_once() -> None:
     lot: ParkingLot[Parked] = ParkingLot()
     late, early = Parked(session()), Parked(session())
     lot.park(late, HERE, 9.0)
-    lot.park(early, MEMORY, 3.0)
+    lot.park(early, ("memory", "host"), 3.0)
     assert lot.next_deadline_s == 3.0
     assert lot.expired(2.9) == []
     assert lot.expired(9.0) == [early, late]

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from kvd.block import HOST
 from kvd.hashing import pack_hashes
 from kvd.mover import Lookup, Spill
 from kvd.protocol import requests
 from kvd.protocol.replies import Done, Failed, Flushed, Pinned
 from kvd.service import Service
+from kvd.service.homes import Home
 from kvd.service.pin_files import PinFiles
 from kvd.status import PinStatus
 from tests.service.harness import BLOCK_NBYTES, EPOCH, SETTINGS, Client, House, error_code, expect, names
@@ -220,7 +222,12 @@ def test_pins_outlive_the_service(tmp_path, tiered: TieredHouse) -> None:
 
     again = PinFiles(tmp_path / "pins")
     later = Service(
-        pools=tiered.pools, stock=tiered.stock, epoch=EPOCH, settings=SETTINGS, pin_files=again, clock=tiered.clock
+        pools=tiered.pools,
+        homes=[Home(HOST, tiered.stock)],
+        epoch=EPOCH,
+        settings=SETTINGS,
+        pin_files=again,
+        clock=tiered.clock,
     )
     (found,) = later.snapshot().pins
     assert (found.pin, found.label, found.num_tokens, found.is_lasting) == (pinned.pin, "amanual", 48, True)

@@ -312,6 +312,7 @@ def test_check_verifies_the_pools(house: House) -> None:
     client.begin(names("a"), 3)
     admin.check()
     assert error_code(client.ask(requests.Check)) == "permission-refused"
+    assert error_code(client.ask(requests.Resize, 1 << 30)) == "permission-refused"
 
 
 def test_status_counts_what_was_saved(house: House) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvd.block import BlockId, ChainHash, NamespaceDigest, SessionId
 from kvd.hashing import pack_hashes
+from kvd.memory import HostBlock
 from kvd.mover import Fill, Job, Learn, Spill
 from kvd.protocol import requests
 from kvd.protocol.replies import CacheOpened, Matched
@@ -105,12 +106,16 @@ class TieredHouse(House):
 
     def bytes_of(self, client: Client, block: int) -> bytes:
         pool = self.pools.all[client.pool]
-        with self.service._table.view(pool, BlockId(block)) as view:
+        memory = self.service._table.memory(pool, BlockId(block))
+        assert isinstance(memory, HostBlock)
+        with memory.view as view:
             return bytes(view)
 
     def write(self, client: Client, block: int, data: bytes) -> None:
         pool = self.pools.all[client.pool]
-        with self.service._table.view(pool, BlockId(block)) as view:
+        memory = self.service._table.memory(pool, BlockId(block))
+        assert isinstance(memory, HostBlock)
+        with memory.view as view:
             view[:] = data
 
     def close(self) -> None:

@@ -3,6 +3,9 @@
 with running_daemon(tmp_path, budget="8MiB", segment="1MiB") as daemon:
     kvd_client.connect(daemon.folder)
 
+Pools are in host memory, or with `machine=FakeMachine(...)` on the first card of that machine; a module whose tests are
+to run on both says `pytestmark = pytest.mark.usefixtures("either_home")` (tests/daemon/conftest.py), and nothing more.
+
 It is ready when the block begins: the test plays systemd and waits for READY=1. At the end it is stopped with SIGTERM
 and must exit with 0, leaving no socket and no lock.
 """
@@ -17,11 +20,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvd.config.sizes import parse_size
+from tests.fakecuda.machine import FakeMachine
+
+default_machine: FakeMachine | None = None
+"""Where `running_daemon` has pools when a test names no machine; set by fixtures."""
 
 ROOT = Path(__file__).parents[2]
 START_BOUND_S = 30.0
@@ -31,9 +38,13 @@ STOP_BOUND_S = 20.0
 class Daemon:
     """One daemon process. `start()` waits until it is ready; `log()` is what it wrote."""
 
-    def __init__(self, folder: Path, **config: Any) -> None:
-        """`config`: sections of `kvd.config.schema.Config` as dicts. No tier below the pools unless it names one."""
+    def __init__(self, folder: Path, *, environ: Mapping[str, str] | None = None, **config: Any) -> None:
+        """`config`: sections of `kvd.config.schema.Config` as dicts. No tier below the pools unless it names one.
+
+        `environ` is added to the process's environment.
+        """
         self.folder = folder
+        self._environ = dict(environ or {})
         self._config = {"runtime_dir": str(folder), "tiers": {"redis": {"url": ""}}, **config}
         self._log = folder.parent / f"{folder.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -52,7 +63,9 @@ class Daemon:
             return subprocess.Popen(
                 [sys.executable, "-m", "tests.support.serve", json.dumps(self._config)],
                 cwd=ROOT,
-                env={name: value for name, value in os.environ.items() if not name.startswith("KVD_")} | environ,
+                env={name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
+                | self._environ
+                | environ,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -114,16 +127,27 @@ def running_daemon(
     segment: str | int = "1MiB",
     prefault: str = "lazy",
     name: str = "run",
+    machine: FakeMachine | None = None,
+    environ: Mapping[str, str] | None = None,
     **sections: Any,
 ) -> Iterator[Daemon]:
     """A ready daemon in `where / name`, stopped cleanly at the end (unless the test killed it)."""
+    machine = machine or default_machine
     memory = {
         "budget": parse_size(budget) if isinstance(budget, str) else budget,
         "segment": parse_size(segment) if isinstance(segment, str) else segment,
         "prefault": prefault,
+        "device": "cpu" if machine is None else "cuda:0",
+        # The cards of a fake machine are small.
+        "reserve_nbytes": 0,
         **sections.pop("memory", {}),
     }
-    daemon = Daemon(where / name, memory=memory, **sections)
+    daemon = Daemon(
+        where / name,
+        environ={**({} if machine is None else machine.environ), **(environ or {})},
+        memory=memory,
+        **sections,
+    )
     daemon.start()
     try:
         yield daemon

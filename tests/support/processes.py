@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class ClientProcess:
-    """A `tests.support.raw_client.Puppet` in a process of its own."""
+    """A `tests.support.raw_client.Puppet` in a process of its own, or that of another module."""
 
-    def __init__(self, folder: Path, prefix: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, prefix: Sequence[str] = (), module: str = "tests.support.raw_client") -> None:
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "tests.support.raw_client", str(folder)],
+            [*prefix, sys.executable, "-m", module, str(folder)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -58,9 +58,11 @@ class ClientProcess:
 
 
 @contextlib.contextmanager
-def client_process(folder: Path, *, prefix: Sequence[str] = (), **todo: object) -> Iterator[ClientProcess]:
-    """A client that has done `todo` (see `Puppet`) and waits for more."""
-    client = ClientProcess(folder, prefix)
+def client_process(
+    folder: Path, *, prefix: Sequence[str] = (), module: str = "tests.support.raw_client", **todo: object
+) -> Iterator[ClientProcess]:
+    """A client that has done `todo` (see `Puppet`, and that of the module) and waits for more."""
+    client = ClientProcess(folder, prefix, module)
     try:
         client.tell(todo)
         yield client

@@ -18,16 +18,18 @@ import select
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import zmq
 
+from kvd.block import BlockId
 from kvd.layout import KVLayout
 from kvd.protocol import requests, wire
 from kvd.protocol import session as messages
-from kvd.protocol.replies import Begun, CacheOpened, Done, Reply, Reserved, Sealed, StatusReply
+from kvd.protocol.replies import Begun, CacheOpened, Done, Flushed, Reply, Reserved, Sealed, StatusReply
 from kvd.status import Snapshot
 
 BOUND_S = 10.0
@@ -115,19 +117,31 @@ class RawClient:
         assert reply.request_id == request_id, (reply, request_id)
         return reply
 
-    def open_cache(self, model: str = "m", salt: str = "") -> int:
-        opened = self.ask(
-            requests.OpenCache,
-            model=model,
-            engine="raw/1",
-            positional="",
-            adapter="",
-            salt=salt,
-            block_nbytes=LAYOUT.block_nbytes,
-            **dataclasses.asdict(LAYOUT),
-        )
+    def open_cache(
+        self, model: str = "m", salt: str = "", *, device: str = "", staged: bool = False, layout: KVLayout = LAYOUT
+    ) -> int:
+        """Its handle; the whole reply is in `opened`."""
+        opened = self.ask(requests.OpenCache, **self.opening(model, salt, device=device, staged=staged, layout=layout))
         assert isinstance(opened, CacheOpened), opened
+        self.opened = opened
         return opened.cache
+
+    @staticmethod
+    def opening(
+        model: str = "m", salt: str = "", *, device: str = "", staged: bool = False, layout: KVLayout = LAYOUT
+    ) -> dict[str, Any]:
+        """The fields of a request that opens a cache."""
+        return {
+            "model": model,
+            "engine": "raw/1",
+            "positional": "",
+            "adapter": "",
+            "salt": salt,
+            "block_nbytes": layout.block_nbytes,
+            "device": device,
+            "staged": staged,
+            **dataclasses.asdict(layout),
+        }
 
     def begin(self, cache: int, packed: bytes = b"", *, num_blocks: int, **named: object) -> Begun:
         begun = self.ask(requests.Begin, cache, packed, max_cached=len(packed) // 32, num_blocks=num_blocks, **named)
@@ -143,6 +157,16 @@ class RawClient:
         sealed = self.ask(requests.Seal, cache, blocks, packed)
         assert isinstance(sealed, Sealed), sealed
         return sealed.blocks
+
+    def release(self, cache: int, blocks: Sequence[int]) -> None:
+        reply = self.ask(requests.Release, cache, wire.pack_block_ids(cast("Sequence[BlockId]", blocks)), ack=True)
+        assert isinstance(reply, Done), reply
+
+    def flush(self) -> Flushed:
+        """Of everything."""
+        reply = self.ask(requests.Flush)
+        assert isinstance(reply, Flushed), reply
+        return reply
 
     def status(self) -> Snapshot:
         reply = self.ask(requests.Status)
