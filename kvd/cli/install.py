@@ -52,10 +52,11 @@ def install(is_user: bool, group: str, now: bool, dry_run: bool, root: Path | No
         files = user_files(program, config_home())
     else:
         # A unit that names a group that is not there does not start.
+        made = [] if _is_group(group) else [group]
         files = system_files(
             program,
             group,
-            makes_group=group in _groups_of_before(place) or not _is_group(group),
+            makes_groups=[*_groups_of_before(place), *made],
             gpu_group=GPU_GROUP if _is_group(GPU_GROUP) else None,
         )
     files = {place.path(path): text for path, text in files.items()}

@@ -227,7 +227,8 @@ class Pins:
         allowed = int(self._max_share * self._pools.usage(pool.device).budget_nbytes)
         if pinned + wanted > allowed:
             raise QuotaExceeded(
-                f"the pins take {pinned} bytes, this one wants {wanted} more, and limits.pinned allows {allowed} in all"
+                f"this pin wants {wanted} bytes, and the other pins leave less than that of the {allowed} that "
+                f"limits.pinned allows all of them together"
             )
         own = sum(pin.nbytes for pin in self._pins.values() if pin.record.uid == session.identity.uid)
         if self.max_uid_nbytes is not None and own + wanted > self.max_uid_nbytes:

@@ -58,18 +58,18 @@ def _outermost(folders: Iterable[Path]) -> tuple[Path, ...]:
 
 
 def system_files(
-    program: Program, group: str = DEFAULT_GROUP, *, makes_group: bool = True, gpu_group: str | None = GPU_GROUP
+    program: Program, group: str = DEFAULT_GROUP, *, makes_groups: Iterable[str] = (), gpu_group: str | None = GPU_GROUP
 ) -> dict[Path, str]:
     """Path -> text of the system service's files.
 
-    `makes_group` says that the group is not there yet; `gpu_group` None, that there is none of that name here.
+    `makes_groups` are to be made, and to go with the service; `gpu_group` None: there is none of that name here.
     """
     binds = " ".join(_word(str(folder), is_command=False) for folder in program.hidden_folders)
     values = {
         "exec": " ".join(map(_word, program.argv)),
         "group": group,
         # sysusers makes a user's own group by itself.
-        "group_line": f"g {group} -" if makes_group and group != USER else "",
+        "group_line": "\n".join(f"g {name} -" for name in sorted(set(makes_groups) - {USER})),
         "gpu_group": "" if gpu_group is None else f"SupplementaryGroups={gpu_group}",
         "protect_home": "tmpfs" if binds else "yes",
         "bind": f"# Where kvd is installed.\nBindReadOnlyPaths={binds}" if binds else "",

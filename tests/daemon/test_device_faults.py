@@ -76,12 +76,17 @@ def day(daemon: Daemon) -> None:
             compute(staged, opened.cache, words("second", 50))
             compute(staged, opened.cache, words("third", 50))
         if (opened := open_cache(on_card, layout=LARGE)) is not None:
-            # It may have to wait until this very client has closed what another pool gave up.
-            on_card.post(Reserve, opened.cache, 1)
-            while not on_card.dealer.poll(50):
-                on_card.confirm_closes()
-            reply = on_card.receive()
-            assert isinstance(reply, Reserved) or (isinstance(reply, Failed) and reply.code in TYPED), reply
+            # Copies may hold a block of every segment for a moment.
+            for _ in range(20):
+                # It may have to wait until this very client has closed what another pool gave up.
+                on_card.post(Reserve, opened.cache, 1)
+                while not on_card.dealer.poll(50):
+                    on_card.confirm_closes()
+                reply = on_card.receive()
+                if isinstance(reply, Reserved):
+                    break
+                assert isinstance(reply, Failed)
+                assert reply.code in TYPED, reply
         on_card.check()
         assert on_card.status().memories
 

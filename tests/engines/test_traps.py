@@ -180,6 +180,9 @@ REFUSED: dict[str, tuple[type[KvdError], str, Call]] = {
     ),
     "a positive count to crop": (InvalidRequest, "-96 .. 0", lambda _, cache: cache.crop(90)),
     "more to crop than there is": (InvalidRequest, "-96 .. 0", lambda _, cache: cache.crop(-97)),
+    "one layer cropped": (EngineUnsupported, "by itself", lambda _, cache: cache.layers[0].crop(-1)),
+    "one layer reordered": (EngineUnsupported, "by itself", lambda _, cache: cache.layers[1].reorder_cache(None)),
+    "one layer moved elsewhere": (EngineUnsupported, "by itself", lambda _, cache: cache.offload(0)),
     "pickling": (EngineUnsupported, "pickled", lambda _, cache: pickle.dumps(cache)),
 }
 
@@ -258,6 +261,25 @@ def test_a_cropped_cache_goes_on_with_other_tokens(warm: KvdCache, model: PreTra
     assert warm.get_seq_length() == num_left
     other = torch.cat([prompt()[:, :num_left], prompt(30, seed=4)], dim=1)
     assert torch.equal(greedy(model, other, cache=warm), greedy(model, other))
+
+
+# case E2
+@pytest.mark.parametrize("changed_at_place", [105, 99, 96, 40, 0])
+def test_a_turn_that_is_rendered_differently_keeps_what_is_common(
+    warm: KvdCache, model: PreTrainedModel, changed_at_place: int
+) -> None:
+    turn = torch.cat([greedy(model, prompt(), cache=warm), prompt(20, seed=3)], dim=1)
+    turn[0, changed_at_place] = turn[0, changed_at_place] % 127 + 1
+    with pytest.raises(InvalidRequest):
+        greedy(model, turn, cache=warm)
+    assert warm.align(turn) == warm.get_seq_length() == changed_at_place
+    assert torch.equal(greedy(model, turn, cache=warm), greedy(model, turn))
+
+
+def test_aligning_leaves_one_token_to_compute(warm: KvdCache, model: PreTrainedModel) -> None:
+    output = greedy(model, prompt(), cache=warm)
+    assert warm.align(output[0, :50].tolist()) == 49
+    assert torch.equal(greedy(model, output[:, :50], cache=warm), greedy(model, output[:, :50]))
 
 
 def test_a_reset_cache_is_empty(warm: KvdCache, model: PreTrainedModel) -> None:

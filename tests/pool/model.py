@@ -293,6 +293,13 @@ class Model:
             del pool.filling[chain_hash]
             self.wake((pool.pool_id, chain_hash))
 
+    def forget_one(self, pool: ModelPool, chain_hash: ChainHash) -> None:
+        if chain_hash in pool.found:
+            self.forget(pool, chain_hash)
+        if chain_hash in pool.filling:
+            del pool.filling[chain_hash]
+            self.wake((pool.pool_id, chain_hash))
+
     def begin_fill(
         self, pool: ModelPool, namespace: bytes, chain_hash: ChainHash, block: BlockId, generation: int
     ) -> None:

@@ -340,7 +340,7 @@ class PoolMachine(RuleBasedStateMachine):
     # Budget.
 
     @rule(
-        what=st.sampled_from(["budget", "budget", "flush", "death", "retry", "wrong", "wrong"]),
+        what=st.sampled_from(["budget", "budget", "flush", "forget", "death", "retry", "wrong", "wrong"]),
         which=ANY,
         num_segments=BUDGETS,
         blocks=st.lists(st.integers(0, 30), min_size=1, max_size=3),
@@ -352,6 +352,9 @@ class PoolMachine(RuleBasedStateMachine):
             pool_id, namespace = which % NUM_POOLS, self.namespaces[which // NUM_POOLS % 2]
             self.real[pool_id].drop_namespaces([namespace])
             self.model.flush(self.model.pools[pool_id], namespace)
+        elif what == "forget" and self.known:
+            pool_id, chain_hash = sorted(self.known)[which % len(self.known)]
+            self.forget_one(self.model.pools[pool_id], self.real[pool_id], chain_hash)
         elif what == "death" and len(self.model.sessions) > 1:
             session = self.pick_session(which)
             self.pools.end_session(session)
@@ -362,6 +365,13 @@ class PoolMachine(RuleBasedStateMachine):
         elif what == "retry":
             self.pools.memory_retry()
             self.model.refused_at = None
+
+    def forget_one(self, pool: ModelPool, real: Pool, chain_hash: ChainHash) -> None:
+        number = 0
+        for namespace in self.namespaces:
+            number += real.forget(real.namespace(namespace), [chain_hash, chain_hash])
+        assert number == (chain_hash in pool.found) + (chain_hash in pool.filling)
+        self.model.forget_one(pool, chain_hash)
 
     def set_budget(self, num_segments: int) -> None:
         model = self.model

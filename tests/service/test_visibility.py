@@ -8,12 +8,14 @@ import msgspec
 import pytest
 
 from kvd.daemon.manager import status_line
+from kvd.protocol import requests
+from kvd.protocol.replies import Failed, Pinned
 from kvd.service import ServiceSettings
 from kvd.service import status as service_status
 from kvd.service.visibility import CUT_TO_TENANT, TELLS_NOBODYS
 from kvd.status import Snapshot
 from tests.cli.snapshots import HOST_TIER, REDIS_TIER
-from tests.service.harness import SEGMENT_NBYTES, Client, House, names
+from tests.service.harness import BLOCK_NBYTES, SEGMENT_NBYTES, Client, House, expect, names, pack_hashes
 
 ALICE, BOB, DAEMON = 1001, 1002, 990
 BY_UID = ServiceSettings(isolation="uid", admin_uids=frozenset({0, DAEMON}))
@@ -47,6 +49,30 @@ def test_a_tenant_sees_its_own_and_nothing_of_another(house: House) -> None:  # 
     whole = msgspec.json.encode(seen).decode()
     for text in ("secret-model", str(ALICE)):
         assert text not in whole
+
+
+def test_pins_waits_and_savings_are_a_tenants_own(house: House) -> None:  # case F1
+    alice, bob = busy(house, ALICE, "secret-model"), busy(house, BOB, "model-of-bob")
+    expect(Pinned, alice.ask(requests.Pin, 1, pack_hashes(names("secret-model")), "secret-label"))
+    late = house.client(uid=ALICE)
+    late.open(model="secret-model")
+    wanted = names("later")
+    alice.begin(wanted)
+    assert late.try_begin(wanted, wait_s=60.0) is None
+    seen, whole = bob.status().snapshot, house.service.snapshot()
+    assert (len(whole.pins), len(whole.waits), whole.savings.num_tokens) == (1, 1, 32)
+    assert (seen.pins, seen.waits, seen.savings.num_tokens) == ([], [], 16)
+    own = alice.status().snapshot
+    assert ([pin.label for pin in own.pins], own.savings.num_tokens) == (["secret-label"], 16)
+    assert [(wait.writer, wait.waiting) for wait in own.waits] == [(alice.session, [late.session])]
+
+
+def test_who_may_pin_no_more_does_not_learn_how_much_others_pinned(house: House) -> None:  # case F1
+    alice, bob = busy(house, ALICE, "a"), busy(house, BOB, "b")
+    expect(Pinned, alice.ask(requests.Pin, 1, pack_hashes(names(*"1234567"))))
+    refused = expect(Failed, bob.ask(requests.Pin, 1, pack_hashes(names("x", "y"))))
+    assert refused.code == "quota-exceeded"
+    assert str(7 * BLOCK_NBYTES) not in refused.message
 
 
 def test_what_others_do_changes_nothing_that_a_tenant_sees(house: House) -> None:  # case F1

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -336,3 +337,26 @@ def test_two_servers_one_daemon_restarted_in_between(plain, tmp_path):
             assert answer["content"] in right[questions[0]]
             assert three.stop() == 0
         assert (one.stop(), two.stop()) == (0, 0)
+
+
+def test_a_server_that_ends_ends_the_proxy_with_its_code(tmp_path):
+    server = SharingServer(tmp_path / "run", "--no-such-option", "1")
+    try:
+        assert server.process.wait(60) == 1
+        assert "--no-such-option" in server.log()
+    finally:
+        server.process.kill()
+
+
+def test_it_listens_on_a_socket_file_as_llama_server_does(tmp_path):
+    place = tmp_path / "here.sock"
+    server = SharingServer(tmp_path / "run", "--host", str(place))
+    try:
+        eventually(place.is_socket, 60)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(place))
+            client.sendall(b"GET /kvd/status HTTP/1.0\r\n\r\n")
+            assert b'"why_not"' in b"".join(iter(lambda: client.recv(4096), b""))
+        assert server.stop() == 0
+    finally:
+        server.process.kill()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from kvd_client.engines.transformers.attach import attach, namespace
 from kvd_client.engines.transformers.cache import KvdCache
 from kvd_client.engines.transformers.identity import ModelIdentity, model_identity
-from kvd_client.engines.transformers.shared import SharingStatistics, shared
+from kvd_client.engines.transformers.sharing import SharingStatistics, shared
 from kvd_client.engines.transformers.support import layout_of
 
 __all__ = [

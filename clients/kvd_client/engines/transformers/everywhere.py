@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from kvd_client.engines.transformers.shared import Sharing
+from kvd_client.engines.transformers.sharing import Sharing
 
 
 def _tell(sentence: str) -> None:

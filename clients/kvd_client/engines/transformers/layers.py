@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
+
+from kvd.errors import EngineUnsupported
 
 if TYPE_CHECKING:
     from kvd_client.engines.transformers.cache import KvdCache
@@ -70,3 +72,11 @@ class KvdLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         """Columns that there may ever be."""
         return min(row.num_padding + row.sequence.max_tokens for row in self._cache.rows)
+
+    def _refuse(self, *_arguments: object) -> NoReturn:
+        """Refused: `EngineUnsupported`. What concerns tokens or rows concerns every layer of them."""
+        raise EngineUnsupported(
+            "one layer of a KvdCache cannot be changed or moved by itself: crop, reset and reorder the cache"
+        )
+
+    crop = reset = reorder_cache = batch_repeat_interleave = batch_select_indices = offload = prefetch = _refuse
