@@ -14,6 +14,7 @@ from kvd.mover import Mover
 from kvd.pool import Pools
 from kvd.protocol import requests
 from kvd.protocol.replies import Begun, CacheOpened, Done, Failed, Matched, Reply, Reserved, Sealed, StatusReply
+from kvd.protocol.session import DeviceSegmentGranted
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd.service import Identity, SendGrant, SendReply, SendRevoke, Service, ServiceSettings
 from kvd.service.homes import Home
@@ -107,18 +108,26 @@ class House:
         uid_quota_blocks: int | None = None,
         settings: ServiceSettings | None = None,
         mover: Mover | None = None,
+        card: Home | None = None,
     ) -> None:
+        """With `card` that is the main home, and the one in host memory stands beside it."""
         self.clock = FakeClock()
         self.stock = HandStock()
+        main = card or Home(HOST, self.stock)
         self.pools = Pools(
-            budget_nbytes=num_segments * SEGMENT_NBYTES,
-            segment_nbytes=SEGMENT_NBYTES,
+            budget_nbytes=num_segments * main.stock.segment_nbytes,
+            segment_nbytes=main.stock.segment_nbytes,
             session_quota_nbytes=session_quota_blocks and session_quota_blocks * BLOCK_NBYTES,
             uid_quota_nbytes=uid_quota_blocks and uid_quota_blocks * BLOCK_NBYTES,
+            device=main.device,
         )
+        homes = [main]
+        if card is not None:
+            self.pools.add_device(HOST, budget_nbytes=num_segments * SEGMENT_NBYTES, segment_nbytes=SEGMENT_NBYTES)
+            homes.append(Home(HOST, self.stock))
         self.service = Service(
             pools=self.pools,
-            homes=[Home(HOST, self.stock)],
+            homes=homes,
             epoch=EPOCH,
             settings=settings or SETTINGS,
             mover=mover,
@@ -164,7 +173,7 @@ class House:
 
     def check(self) -> None:
         self.pools.check_integrity()
-        assert len(self.stock.taken) == self.pools.usage().num_segments, "memory and pools disagree"
+        assert len(self.stock.taken) == self.pools.usage(HOST).num_segments, "memory and pools disagree"
 
     def close(self) -> None:
         self.service.close()
@@ -190,6 +199,10 @@ class Client:
 
     def granted(self, item: SendGrant) -> None:
         key = item.message.pool, item.message.segment
+        if isinstance(item.message, DeviceSegmentGranted):
+            assert key not in self.segments, "a segment of a card is granted once"
+            self.segments[key] = True
+            return
         assert self.segments.get(key) is not True, "a segment is granted writable once"
         assert item.message.writable or key not in self.segments, "a segment is granted read-only once"
         self.segments[key] = item.message.writable

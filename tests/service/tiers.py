@@ -9,11 +9,12 @@ from typing import Any
 
 from kvd.block import BlockId, ChainHash, NamespaceDigest, SessionId
 from kvd.hashing import pack_hashes
-from kvd.memory import HostBlock
+from kvd.memory import DeviceBlock
 from kvd.mover import Fill, Job, Learn, Spill
 from kvd.protocol import requests
 from kvd.protocol.replies import CacheOpened, Matched
 from kvd.service import Identity, Isolation
+from kvd.service.homes import Home
 from kvd.service.pool_rules import PoolPolicy, PoolRules, Rule
 from kvd.service.settings import TierSettings
 from kvd.tiers.base import TierKey
@@ -39,6 +40,7 @@ class TieredHouse(House):
         client_type: type[TieredClient] | None = None,
         rules: Sequence[Rule] = (),
         isolation: Isolation = "group",
+        card: Home | None = None,
         **changes: Any,
     ) -> None:
         """`changes` are of `TierSettings` and `PoolPolicy`; `rules` are those of pools of their own."""
@@ -51,7 +53,9 @@ class TieredHouse(House):
         settings = replace(
             SETTINGS, isolation=isolation, tiers=TierSettings(**changes), pool_rules=PoolRules(rules, policy)
         )
-        super().__init__(num_segments, settings=settings, mover=self.mover, session_quota_blocks=session_quota_blocks)
+        super().__init__(
+            num_segments, settings=settings, mover=self.mover, session_quota_blocks=session_quota_blocks, card=card
+        )
 
     @property
     def tier(self) -> FaultyTier:
@@ -107,14 +111,18 @@ class TieredHouse(House):
     def bytes_of(self, client: Client, block: int) -> bytes:
         pool = self.pools.all[client.pool]
         memory = self.service._table.memory(pool, BlockId(block))
-        assert isinstance(memory, HostBlock)
+        if isinstance(memory, DeviceBlock):
+            memory.segment.read(memory.offset, data := bytearray(memory.nbytes))
+            return bytes(data)
         with memory.view as view:
             return bytes(view)
 
     def write(self, client: Client, block: int, data: bytes) -> None:
         pool = self.pools.all[client.pool]
         memory = self.service._table.memory(pool, BlockId(block))
-        assert isinstance(memory, HostBlock)
+        if isinstance(memory, DeviceBlock):
+            memory.segment.write(memory.offset, bytearray(data))
+            return
         with memory.view as view:
             view[:] = data
 
