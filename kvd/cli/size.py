@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import click
@@ -13,7 +14,8 @@ from kvd.cli.options import runtime_dir_option
 from kvd.cli.render_memory import device_name
 from kvd.cli.text import count, printable, size
 from kvd.config.sizes import parse_size
-from kvd.errors import ConfigError, ConnectionFailed, InvalidRequest, RequestTimeout
+from kvd.cuda import Driver
+from kvd.errors import ConfigError, ConnectionFailed, CudaError, InvalidRequest, RequestTimeout
 from kvd.layout import ITEMSIZE_BY_DTYPE, KVLayout
 
 
@@ -72,20 +74,21 @@ def size_command(
 
 
 def _rooms(runtime_dir: str | None, budget: str | None) -> list[tuple[str, int]]:
-    """Where blocks may live, with its bytes: as given, else as the running daemon says; nowhere without one."""
+    """Where blocks may live, with its bytes: as given, else what the running daemon has, and each card as a whole."""
     if budget is not None:
         try:
             return [("budget", parse_size(budget))]
         except ConfigError as error:
             raise InvalidRequest(f"--budget: {error}") from error
-    try:
+    rooms: list[tuple[str, int]] = []
+    with contextlib.suppress(ConnectionFailed, RequestTimeout):
         with kvd_client.connect(runtime_dir, label="kvd size", timeout_s=3.0) as client:
             snapshot = client.status()
-    except (ConnectionFailed, RequestTimeout):
-        return []
-    tiers = [(tier.name, tier.usage.budget_nbytes) for tier in snapshot.tiers if tier.usage is not None]
-    memories = [(f"memory ({device_name(one.device)})", one.budget_nbytes) for one in snapshot.memories]
-    return [*memories, *tiers]
+        rooms += [(f"memory ({device_name(one.device)})", one.budget_nbytes) for one in snapshot.memories]
+        rooms += [(tier.name, tier.usage.budget_nbytes) for tier in snapshot.tiers if tier.usage is not None]
+    with contextlib.suppress(CudaError):
+        rooms += [(f"all of {card.name}", card.total_nbytes) for card in Driver().devices]
+    return rooms
 
 
 def sized(
@@ -137,7 +140,7 @@ def lines(found: Size) -> list[str]:
         for room in found.rooms
     ]
     if not found.rooms:
-        text.append("no daemon to ask what fits; --budget SIZE says it for any amount of memory")
+        text.append("no daemon and no card to fill; --budget SIZE says what fits in any amount of memory")
     if shape.note:
         text.append(shape.note)
     return text

@@ -5,12 +5,16 @@ docs/status.schema.json is made from here: `python -m kvd.cli.status_json > docs
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
+from kvd import status
 from kvd.cli.processes import UNKNOWN, Process
 from kvd.status import ClientStatus, Snapshot
 
@@ -40,16 +44,31 @@ def clients_as_fields(clients: Iterable[ClientStatus], processes: Mapping[int, P
     return found
 
 
+def _field_words() -> dict[tuple[str, str], str]:
+    """(struct, field) -> the text below the field in `kvd.status`."""
+    found = {}
+    for struct in ast.parse(inspect.getsource(status)).body:
+        if isinstance(struct, ast.ClassDef):
+            for field, text in itertools.pairwise(struct.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    words = ast.literal_eval(text.value)
+                    found[struct.name, ast.unparse(field.target)] = " ".join(words.split())
+    return found
+
+
 def schema() -> dict[str, Any]:
     """JSON Schema 2020-12 of that line. A later version may add properties, so it allows ones it does not know."""
     made = msgspec.json.schema(Snapshot)
     client = made["$defs"][ClientStatus.__name__]
     client["properties"] |= _OF_THE_PROCESS
+    words = _field_words()
     for part in made["$defs"].values():
         # Defaults are for readers of older daemons' messages; what is printed always has everything.
         part["required"] = list(part["properties"])
-        for described in part["properties"].values():
+        for name, described in part["properties"].items():
             described.pop("default", None)
+            if (text := words.get((part["title"], name))) is not None:
+                described["description"] = text
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "kvd status --json",

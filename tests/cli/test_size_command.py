@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from kvd.cli.gguf_header import read_gguf_header
 from kvd.cli.model_shape import model_shape
 from kvd.errors import EngineUnsupported, InvalidRequest
 from kvd.layout import KVLayout
+from tests.fakecuda.machine import P40, FakeMachine
 from tests.support.daemon import running_daemon
 
+KVD = [sys.executable, "-m", "kvd.cli"]
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,
@@ -176,4 +181,17 @@ def test_the_running_daemon_says_what_fits(tmp_path):
     with running_daemon(tmp_path, budget="64MiB") as daemon:
         result = size(model, "--runtime-dir", str(daemon.folder), "--context", "100")
     assert "memory (host), 64 MiB: 512 tokens in 32 blocks, 4 whole contexts\n" in result.stdout
-    assert "no daemon to ask" in size(model, "--runtime-dir", str(daemon.folder)).stdout
+    assert "no daemon and no card" in size(model, "--runtime-dir", str(daemon.folder)).stdout
+
+
+def test_a_card_is_filled_as_a_whole(tmp_path):
+    machine = FakeMachine(tmp_path, P40)
+    done = subprocess.run(
+        [*KVD, "size", folder(tmp_path, LLAMA), "--runtime-dir", tmp_path / "none", "--context", "100"],
+        env={**os.environ, **machine.environ},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout.endswith("all of Tesla P40, 64 MiB: 512 tokens in 32 blocks, 4 whole contexts\n")

@@ -28,6 +28,11 @@ def test_the_published_schema_is_the_codes():
     assert schema() == SCHEMA, "run: .venv/bin/python -m kvd.cli.status_json > docs/status.schema.json"
 
 
+def test_fields_are_described_in_the_words_of_the_code():
+    held = SCHEMA["$defs"]["PoolStatus"]["properties"]["num_referenced"]
+    assert held["description"].startswith("Sealed blocks with at least one reference")
+
+
 def test_it_is_a_schema():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
