@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections import deque
 from typing import Any
 
@@ -23,6 +25,7 @@ class AsyncChannel:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
         self._context = zmq.asyncio.Context(io_threads=1)
         self._dealer = self._context.socket(zmq.DEALER)
         dealer.connect(self._dealer, link)
@@ -88,6 +91,13 @@ class AsyncChannel:
             self._loop.remove_reader(fd)
 
     def _on_lost(self) -> None:
+        if threading.get_ident() == self._thread_id:
+            self._tell_waiters()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits
+            self._loop.call_soon_threadsafe(self._tell_waiters)
+
+    def _tell_waiters(self) -> None:
         self._stop_reading()
         for waiter in self._waiters.values():
             if not waiter.done():

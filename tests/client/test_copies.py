@@ -12,7 +12,7 @@ from kvd.errors import ClientClosed, CorruptBlock, OutOfMemory
 from kvd.protocol.requests import Release, Request
 from kvd_client import libc
 from kvd_client.address_range import AddressRange
-from kvd_client.storage import MappedStorage
+from kvd_client.mapped_storage import MappedStorage
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
 from tests.support.daemon import Daemon

@@ -83,7 +83,7 @@ from tests.client.kv import LAYOUT, MODEL
 client = kvd_client.connect(sys.argv[1])
 cache = client.cache(model=MODEL, layout=LAYOUT)
 link = client._runner.link
-opened = link.caches[cache.namespace]
+opened = link.caches[cache._spec]
 hashes = pack_hashes(chain_hashes(opened.digest, encode_tokens(range(400, 496)), 16))
 begun = client._runner._current[1].exchange(Begin(link.next_id(), link.epoch, opened.handle, hashes, 6, 6), 10)
 (run,) = opened.memory.runs(unpack_block_ids(begun.blocks), writable=False)
