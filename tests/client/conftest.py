@@ -10,6 +10,7 @@ import pytest
 
 import kvd_client
 from tests.client.processes import Worker
+from tests.cuda.conftest import machine, start  # noqa: F401 - fixtures
 from tests.support.daemon import Daemon, running_daemon
 
 
