@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from kvd.block import BlockId
+from kvd.block import HOST, BlockId
 from kvd.config.paths import find_runtime_dir
 from kvd.cuda import DeviceExport
 from kvd.errors import (
@@ -36,7 +36,7 @@ from kvd_client.attendant import attendant
 from kvd_client.device_imports import ImportedSegment
 from kvd_client.device_segments import DevicePoolMemory, DeviceSegmentTable
 from kvd_client.lifetimes import Guard
-from kvd_client.opened_cache import HOST, CacheSpec, OpenedCache
+from kvd_client.opened_cache import CacheSpec, OpenedCache
 from kvd_client.options import Options
 from kvd_client.releases import releases
 from kvd_client.segments import PoolMemory, SegmentTable
@@ -47,6 +47,7 @@ _GRANT_BOUND_S = 5.0
 _LOOK_AGAIN_S = 0.02
 """Another thread may take in what this one waits for."""
 _CONFIRM_AGAIN_S = 0.2
+_SETTLE_BOUND_S = 5.0
 
 
 _viewed: set[Storage] = set()
@@ -311,6 +312,11 @@ class Link:
         self.session.close()
         self._segments.close()
         self._close_device_segments()
+
+    def await_device_memory(self) -> None:
+        """Returns when what nobody views is closed, so that the daemon can free it. Some milliseconds a segment."""
+        if any(cache.device != HOST for cache in self.caches.values()):
+            attendant().settle(_SETTLE_BOUND_S)
 
     def forget_in_child(self) -> None:
         """In a forked child: drops descriptors, so that the parent's session is the parent's alone.

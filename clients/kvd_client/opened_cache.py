@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
+from kvd.block import HOST
 from kvd.errors import EngineUnsupported
 from kvd.hashing import Namespace
 from kvd.protocol.replies import CacheOpened
@@ -15,7 +16,6 @@ from kvd_client.device_views import find_torch_device, unseen
 from kvd_client.segments import PoolMemory
 from kvd_client.tensors import import_torch
 
-HOST = "host"
 Mode = Literal["mapped", "staged"]
 _log = logging.getLogger(__name__)
 _told: set[str] = set()

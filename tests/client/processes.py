@@ -13,7 +13,11 @@ from types import TracebackType
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients'}"}
+
+
+def environment() -> dict[str, str]:
+    """For a process that imports this checkout."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients'}"}
 
 
 class Worker:
@@ -22,7 +26,7 @@ class Worker:
     def __init__(self, runtime_dir: Path) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.client.worker", str(runtime_dir)],
-            env=ENVIRONMENT,
+            env=environment(),
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,7 +81,7 @@ def run_python(code: str, *arguments: str, timeout_s: float = 60) -> subprocess.
     """A script in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env=ENVIRONMENT,
+        env=environment(),
         cwd=ROOT,
         capture_output=True,
         text=True,
