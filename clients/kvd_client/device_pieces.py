@@ -83,7 +83,7 @@ class DirectPiece(Piece):
     """A run of the daemon's blocks, as far as its segment reaches behind it: a run that grows stays one piece."""
 
     def __init__(self, layout: KVLayout, first: int, run: DeviceRun, max_blocks: int) -> None:
-        """Takes over the run's use of its segment, also when this fails. Raises `EngineUnsupported`."""
+        """Takes over the run's use of its segment, also when this fails. Raises `CudaImportRefused`."""
         self._segment: ImportedSegment | None = run.segment
         self._end = run.offset + run.num_blocks * layout.block_nbytes
         in_reach = (run.segment.export.nbytes - run.offset) // layout.block_nbytes

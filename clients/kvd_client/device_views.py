@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvd.errors import EngineUnsupported, OutOfMemory
+from kvd.errors import CudaImportRefused, EngineUnsupported, OutOfMemory
 from kvd_client.device_imports import ImportedSegment
 from kvd_client.tensors import Views, import_torch
 
@@ -83,13 +83,13 @@ class DeviceViews:
 
 
 def device_views(segment: ImportedSegment, offset: int, nbytes: int) -> Views | DeviceViews:
-    """Views over a part of an imported segment. Raises `EngineUnsupported` when torch cannot see the memory."""
+    """Views over a part of an imported segment. Raises `CudaImportRefused` when torch cannot see the memory."""
     torch_device = find_torch_device(segment.export.device)
     if torch_device is not None:
         return DeviceViews(segment.address + offset, nbytes, torch_device)
     if segment.host_address is not None:
         return Views(segment.host_address + offset, nbytes)
-    raise EngineUnsupported(unseen(segment.export.device))
+    raise CudaImportRefused(unseen(segment.export.device))
 
 
 def private_views(segment: ImportedSegment, nbytes: int) -> Views | DeviceViews:

@@ -183,7 +183,8 @@ class Link:
 
     def _confirm(self, closed: SegmentClosed) -> None:
         """Tells the daemon; once it reads again, if it does not now. On the attendant's thread, or where one closes."""
-        if self.lost is None and not self.session.send(closed, wait_s=_CONFIRM_AGAIN_S):
+        # Also after the client was closed: its session lives on as long as tensors do.
+        if not self.session.send(closed, wait_s=_CONFIRM_AGAIN_S):
             attendant().put(partial(self._confirm, closed))
 
     def _descriptor(self, pool: int, segment: int, writable: bool) -> int:

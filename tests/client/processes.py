@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,10 +24,10 @@ def environment() -> dict[str, str]:
 class Worker:
     """Another client process; see `tests.client.worker`. A call that waits can be begun here and finished later."""
 
-    def __init__(self, runtime_dir: Path) -> None:
+    def __init__(self, runtime_dir: Path, *, prefix: Sequence[str] = (), **environ: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.client.worker", str(runtime_dir)],
-            env=environment(),
+            [*prefix, sys.executable, "-m", "tests.client.worker", str(runtime_dir)],
+            env=environment() | environ,
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

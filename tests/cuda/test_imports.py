@@ -142,7 +142,7 @@ def test_memory_that_the_cpu_can_touch_is_a_cpu_tensor_where_torch_has_no_cuda(e
     assert segment.host_address == segment.address
     assert isinstance(device_views(segment, 0, MIB), Views)
     segment.host_address = None
-    with pytest.raises(EngineUnsupported, match="does not see the card GPU-a0b1c2d3"):
+    with pytest.raises(CudaImportRefused, match="does not see the card GPU-a0b1c2d3"):
         device_views(segment, 0, MIB)
 
 
