@@ -120,7 +120,8 @@ class AsyncRunner:
                 # Abandoned verbs end with the link.
                 await asyncio.wait(set(self._background))
             await channel.close()
-            await asyncio.to_thread(link.await_device_memory)
+            if link.is_on_card:
+                await asyncio.to_thread(link.await_device_memory)
 
 
 def _give_back(task: asyncio.Task[Any]) -> None:

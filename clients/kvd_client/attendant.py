@@ -44,13 +44,14 @@ class Attendant:
             epoll = self._start()
             # A closed descriptor leaves epoll by itself; its number here may be an earlier session's.
             self._watched[fd] = weakref.WeakMethod(drain)
-            with contextlib.suppress(FileExistsError):
+            # It may be closed by now, as a session can end at any moment.
+            with contextlib.suppress(OSError, ValueError):
                 epoll.register(fd, select.EPOLLIN)
 
     def settle(self, bound_s: float) -> bool:
         """Waits until everything put before is done, so long at most. Not from finalizers."""
         done = threading.Event()
-        if self._thread is None:
+        if self._thread in {None, threading.current_thread()}:
             return True
         self.put(done.set)
         return done.wait(bound_s)

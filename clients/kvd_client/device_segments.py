@@ -122,18 +122,20 @@ class DeviceRun:
 
 
 class DevicePoolMemory:
-    """Where the blocks of one device pool lie. `acquire(pool, segment)` waits for a grant that is under way, and opens.
+    """Where a pool's blocks on a card lie. `acquire(pool, segment)` waits for a grant that is under way, and opens.
 
     Raises what `DeviceSegmentTable.acquire` raises.
     """
 
     def __init__(
         self,
+        device: str,
         pool: int,
         block_nbytes: int,
         blocks_per_segment: int,
         acquire: Callable[[int, int], ImportedSegment],
     ) -> None:
+        self.device = device
         self.pool = pool
         self.block_nbytes = block_nbytes
         self.blocks_per_segment = blocks_per_segment

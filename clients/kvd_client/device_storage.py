@@ -30,6 +30,7 @@ from kvd_client.device_imports import ImportedSegment
 from kvd_client.device_order import Stream, wait_for_device, wait_for_stream
 from kvd_client.device_pieces import DirectPiece, Piece, PrivatePiece
 from kvd_client.device_segments import DevicePoolMemory, DeviceRun
+from kvd_client.device_views import find_torch_device
 from kvd_client.storage import Storage
 from kvd_client.tensors import import_torch
 
@@ -82,14 +83,14 @@ class DeviceStorage(Storage):
     def attach(self, first: int, blocks: Sequence[BlockId], *, sealed: bool, populate: bool) -> None:
         if not blocks:
             return
-        last = self._pieces[-1]
-        if isinstance(last, DirectPiece):
-            if self._grow(last, blocks):
-                return
-            if len(self._pieces) < _MAX_PARTS and self._num_runs(blocks) == 1:
-                self._add_direct(first, blocks)
-                return
-        self._add_privately(first, blocks, sealed=sealed)
+        last = self._pieces[-1] if self._pieces else None
+        if isinstance(last, DirectPiece) and self._grow(last, blocks):
+            return
+        stays_in_place = not self._packed and not isinstance(last, PrivatePiece)
+        if stays_in_place and len(self._pieces) < _MAX_PARTS and self._num_runs(blocks) == 1:
+            self._add_direct(first, blocks)
+        else:
+            self._add_privately(first, blocks, sealed=sealed)
 
     # Each of these three has changed nothing when it raises.
 
@@ -226,22 +227,35 @@ class DeviceStorage(Storage):
     # What is shown and written.
 
     def spans(self, start: int, stop: int) -> list[torch.Tensor]:
+        if not self._pieces:
+            layout = self.layout
+            return [self._nothing(0, layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)]
         return [piece.tokens(begin, end) for piece, begin, end in self._covering(start, stop)]
 
     def parts(self, layer: int, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if not self._pieces:
+            nothing = self._nothing(self.layout.num_kv_heads, 0, self.layout.head_dim)
+            return [(nothing, nothing)]
         return [piece.layer(layer, begin, end) for piece, begin, end in self._covering(0, num_tokens)]
 
+    def _nothing(self, *shape: int) -> torch.Tensor:
+        """What a sequence without a block shows."""
+        module = import_torch()
+        where = find_torch_device(self._memory.device) or "cpu"
+        nothing: torch.Tensor = module.empty(shape, dtype=getattr(module, self.layout.dtype), device=where)
+        return nothing
+
     def num_parts(self, start: int, stop: int) -> int:
-        return len(self._covering(start, stop))
+        return max(1, len(self._covering(start, stop)))
 
     def _covering(self, start: int, stop: int) -> list[tuple[Piece, int, int]]:
-        """The pieces in which the tokens lie, each with the tokens in it; one at least."""
+        """The pieces in which the tokens lie, each with the tokens in it; one at least, where there is any."""
         found = []
         for piece in self._pieces:
             begin, end = max(start, piece.start_token), min(stop, piece.stop_token)
             if begin < end:
                 found.append((piece, begin, end))
-        if not found:
+        if not found and self._pieces:
             piece = self._pieces[0]
             return [(piece, piece.start_token, piece.start_token)]
         return found

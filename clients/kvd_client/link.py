@@ -230,7 +230,9 @@ class Link:
         if reply.device == HOST:
             memory = PoolMemory(reply.pool, block_nbytes, reply.blocks_per_segment, self._descriptor)
         else:
-            memory = DevicePoolMemory(reply.pool, block_nbytes, reply.blocks_per_segment, self._device_segment)
+            memory = DevicePoolMemory(
+                reply.device, reply.pool, block_nbytes, reply.blocks_per_segment, self._device_segment
+            )
             # The daemon frees no segment before this session has let go of it, however idle its owner is.
             attendant().watch(self.session.fileno(), self.drain_session)
         cache = OpenedCache(spec, reply.cache, reply.digest, memory, reply.device, reply.staged_from)
@@ -314,9 +316,14 @@ class Link:
         self._segments.close()
         self._close_device_segments()
 
+    @property
+    def is_on_card(self) -> bool:
+        """Whether a cache of this session is in a card's memory."""
+        return any(cache.device != HOST for cache in self.caches.values())
+
     def await_device_memory(self) -> None:
         """Returns when what nobody views is closed, so that the daemon can free it. Some milliseconds a segment."""
-        if any(cache.device != HOST for cache in self.caches.values()):
+        if self.is_on_card:
             attendant().settle(_SETTLE_BOUND_S)
 
     def forget_in_child(self) -> None:

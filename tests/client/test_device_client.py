@@ -110,6 +110,20 @@ async def test_the_asyncio_twin_shows_parts_too(daemon: Daemon) -> None:
             assert holds(seq, PROMPT, 100)
 
 
+def test_a_sequence_without_a_block_shows_nothing_and_grows(daemon: Daemon) -> None:
+    with kvd_client.connect(daemon.folder, reserve_ahead_tokens=0) as client:
+        cache = client.cache(model=MODEL, layout=LAYOUT)
+        for materialize in (False, True):
+            with cache.sequence([], max_tokens=100, wait_s=0, materialize=materialize) as seq:
+                assert seq.capacity_tokens == 0
+                assert [keys.shape for keys, _ in seq.parts(0)] == [(2, 0, 64)]
+                assert seq.array().shape == (0, 3, 2, 2, 64)
+                assert seq.commit() == 0
+                fill(seq, PROMPT)
+                assert seq.is_materialized == materialize
+                assert holds(seq, PROMPT, 100)
+
+
 # Who cannot map the card.
 
 

@@ -22,7 +22,7 @@ from kvd_client.device_storage import DeviceStorage
 from tests.cuda.conftest import Start
 from tests.cuda.process import CudaProcess
 from tests.cuda.worker import EPOCH
-from tests.fakecuda.machine import MIB, FakeMachine
+from tests.fakecuda.machine import MIB, P40, FakeMachine
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, block_tokens=4)
 BLOCK = LAYOUT.block_nbytes
@@ -45,7 +45,7 @@ def memory(owner: CudaProcess) -> Iterator[DevicePoolMemory]:
         assert found is not None
         return found
 
-    memory = DevicePoolMemory(0, BLOCK, PER_SEGMENT, acquire)
+    memory = DevicePoolMemory(P40.uuid, 0, BLOCK, PER_SEGMENT, acquire)
     for segment in range(4):
         table.granted(0, segment, msgspec.convert(owner.allocate(2 * MIB), DeviceExport))
     for block in range(4 * PER_SEGMENT):
