@@ -46,6 +46,9 @@ def wait_for_device(segment: ImportedSegment) -> None:
 
     Whatever stream a view was used on: when the last one has died, nobody can tell any more.
     """
+    if segment.context.lost is not None:
+        # Nothing runs on a card that is gone, and it was told already.
+        return
     torch_device = find_torch_device(segment.export.device)
     try:
         if torch_device is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvd.block import BlockId
 from kvd.cuda import DeviceExport, Driver
-from kvd.errors import StateError
+from kvd.errors import CudaDeviceLost, StateError
 from kvd_client import device_imports
 from kvd_client.block_runs import split_runs
 from kvd_client.device_imports import ImportedSegment, shared_driver
@@ -39,12 +39,15 @@ class DeviceSegmentTable:
     def acquire(self, pool: int, segment: int) -> ImportedSegment | None:
         """The segment, opened now unless it is open already; the caller is one more user of it and releases it.
 
-        None where it is not granted (any more). Raises `CudaImportRefused` (use the host pool beside it), `CudaError`.
+        None where it is not granted (any more). Raises `CudaImportRefused` (use the host pool beside it),
+        `CudaDeviceLost`, `CudaError`.
         """
         key = (pool, segment)
         with self._lock:
             export, opened = self._granted.get(key), self._open.get(key)
             if opened is not None:
+                if opened.context.lost is not None:
+                    raise CudaDeviceLost(opened.context.lost)
                 return device_imports.share(opened)
         if export is None:
             return None

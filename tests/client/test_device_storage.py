@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import random
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -350,6 +351,80 @@ def test_an_attach_that_came_to_nothing_is_taken_back(make: Make) -> None:
     assert shown(storage, 5) == [[2, 3, 4, 5, 6]]
     storage.attach(5, ids([7]), sealed=False, populate=True)
     assert shown(storage, 6) == [[2, 3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_done_in_whatever_order_every_token_is_where_it_was_written(
+    make: Make, memory: DevicePoolMemory, seed: int
+) -> None:
+    """Against a plain list of what each token holds: growing, writing, publishing, cutting, gathering, replacing."""
+    chance = random.Random(seed)
+    free = list(range(4 * PER_SEGMENT))
+
+    def take(count: int) -> list[int]:
+        """Neighbours, or whatever there is."""
+        start = chance.randrange(len(free))
+        found = free[start : start + count] if chance.random() < 0.6 else chance.sample(free, min(count, len(free)))
+        for block in found:
+            free.remove(block)
+        return found
+
+    sealed, reserved = take(chance.randrange(4)), take(chance.randrange(1, 4))
+    storage = make(sealed, reserved, max_blocks=24, packed=chance.random() < 0.2)
+    blocks, num_fixed = [*sealed, *reserved], len(sealed)
+    held: list[float] = [float(block) for block in sealed for _ in range(TOKENS)]
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for _step in range(25):
+        todo = chance.choice(["write", "write", "extend", "publish", "gather", "keep", "copy", "detach"])
+        room = len(blocks) * TOKENS - len(held)
+        if todo == "write" and room:
+            count, value = chance.randrange(1, room + 1), float(chance.randrange(1000, 2000))
+            new = torch.full((LAYOUT.num_kv_heads, count, LAYOUT.head_dim), value, dtype=torch.float16)
+            for layer in range(LAYOUT.num_layers):
+                storage.write(layer, len(held), new, new)
+            held += [value] * count
+        elif todo == "extend" and free and len(blocks) < 20:
+            more = take(chance.randrange(1, 4))
+            storage.attach(len(blocks), ids(more), sealed=False, populate=True)
+            blocks += more
+        elif todo == "publish" and len(held) // TOKENS > num_fixed:
+            full = len(held) // TOKENS
+            storage.publish(num_fixed, ids(blocks[num_fixed:full]))
+            for place in range(num_fixed, full):
+                right = torch.tensor(held[place * TOKENS : (place + 1) * TOKENS], dtype=torch.float16)
+                found = shared(memory, blocks[place]).view(TOKENS, -1)
+                assert torch.equal(found, right[:, None].expand_as(found))
+            num_fixed = full
+        elif todo == "gather":
+            storage.gather()
+        elif todo == "keep":
+            for keys, _values in storage.parts(0, len(held)):
+                kept.append((keys, keys.clone()))
+        elif todo == "copy" and held and len(free) >= len(blocks):
+            other = make([], take(len(blocks)))
+            if len(other._blocks) >= len(held) // TOKENS + 1:
+                other.copy_tokens(storage, 0, len(held))
+                assert shown_tokens(other, len(held)) == held
+            free += other._blocks
+        elif todo == "detach" and len(blocks) * TOKENS - len(held) >= 2 * TOKENS and not kept:
+            storage.detach(len(blocks) - 1)
+            free.append(blocks.pop())
+        assert 1 <= storage.num_parts(0, len(blocks) * TOKENS) <= 2
+        assert shown_tokens(storage, len(held)) == held
+    for tensor, right in kept:
+        assert torch.equal(tensor, right)
+
+
+def shown_tokens(storage: DeviceStorage, num_tokens: int) -> list[float]:
+    """The one number that each token holds, the same in every layer, head and dimension."""
+    found: list[list[float]] = []
+    for layer in range(LAYOUT.num_layers):
+        for which in range(2):
+            whole = torch.cat([part[which] for part in storage.parts(layer, num_tokens)], dim=1)
+            assert bool((whole == whole[:1, :, :1]).all())
+            found.append(whole[0, :, 0].tolist())
+    assert all(each == found[0] for each in found)
+    return found[0]
 
 
 # case B14
