@@ -384,7 +384,11 @@ def test_whatever_is_done_in_whatever_order_every_token_is_where_it_was_written(
                 storage.write(layer, len(held), new, new)
             held += [value] * count
         elif todo == "extend" and free and len(blocks) < 20:
-            more = take(chance.randrange(1, 4))
+            more = [blocks[-1] + 1] if chance.random() < 0.5 else []
+            if more and more[0] in free and more[0] % PER_SEGMENT:
+                free.remove(more[0])
+            else:
+                more = take(chance.randrange(1, 4))
             storage.attach(len(blocks), ids(more), sealed=False, populate=True)
             blocks += more
         elif todo == "publish" and len(held) // TOKENS > num_fixed:
