@@ -99,6 +99,21 @@ def test_a_card_that_the_daemon_does_not_serve_is_refused(client: kvd_client.Cli
         client.cache(model=MODEL, layout=LAYOUT, device=RTX_3050.uuid)
 
 
+def test_who_only_asks_needs_no_card(daemon: Daemon, client: kvd_client.Client) -> None:
+    publish(client.cache(model=MODEL, layout=LAYOUT))
+    script = """
+import sys
+import kvd_client
+from kvd.layout import KVLayout
+with kvd_client.connect(sys.argv[1]) as client:
+    layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=64, block_tokens=16)
+    cache = client.cache(model="test@1", layout=layout, ask_only=True)
+    print(cache.match(range(700, 800)), cache.mode, "torch" in sys.modules)
+"""
+    finished = run_python(script, str(daemon.folder))
+    assert finished.stdout.split() == ["96", "mapped", "False"], finished.stderr
+
+
 async def test_the_asyncio_twin_shows_parts_too(daemon: Daemon) -> None:
     async with kvd_client.aio.connect(daemon.folder) as client:
         cache = await client.cache(model=MODEL, layout=LAYOUT)
