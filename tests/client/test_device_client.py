@@ -129,11 +129,15 @@ def test_a_sequence_without_a_block_shows_nothing_and_grows(daemon: Daemon) -> N
     with kvd_client.connect(daemon.folder, reserve_ahead_tokens=0) as client:
         cache = client.cache(model=MODEL, layout=LAYOUT)
         for materialize in (False, True):
-            with cache.sequence([], max_tokens=100, wait_s=0, materialize=materialize) as seq:
+            with cache.sequence(PROMPT, max_tokens=100, wait_s=0, materialize=materialize) as seq:
+                fill(seq, PROMPT)
+                seq.commit()
+                seq.truncate(0)
                 assert seq.capacity_tokens == 0
                 assert [keys.shape for keys, _ in seq.parts(0)] == [(2, 0, 64)]
                 assert seq.array().shape == (0, 3, 2, 2, 64)
                 assert seq.commit() == 0
+                seq.add_tokens(PROMPT)
                 fill(seq, PROMPT)
                 assert seq.is_materialized == materialize
                 assert holds(seq, PROMPT, 100)
