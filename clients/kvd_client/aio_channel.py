@@ -84,7 +84,8 @@ class AsyncChannel:
             if waiter is not None and not waiter.done():
                 waiter.set_result(reply)
 
-    def _stop_reading(self) -> None:
+    def stop_reading(self) -> None:
+        """The session is over, or about to be. On the loop's thread. Idempotent."""
         # Once only: by the second time the number may be the session socket of the next link, in the same loop.
         fd, self._session_fd = self._session_fd, -1
         if fd >= 0:
@@ -98,7 +99,7 @@ class AsyncChannel:
             self._loop.call_soon_threadsafe(self._tell_waiters)
 
     def _tell_waiters(self) -> None:
-        self._stop_reading()
+        self.stop_reading()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_exception(self._link.lost or ConnectionFailed("the session is over"))
@@ -108,7 +109,7 @@ class AsyncChannel:
         if self._closed:
             return
         self._closed = True
-        self._stop_reading()
+        self.stop_reading()
         self._receiver.cancel()
         await asyncio.wait([self._receiver])
         self._dealer.close()

@@ -93,6 +93,8 @@ class AsyncRunner:
                 return  # another task was first
             if not lost.can_be_replaced:
                 lost.require_alive()
+            # The number of its session socket may be the next one's, which the same loop is to read.
+            channel.stop_reading()
             await self.connect()
             await channel.close()
             lost.close_when_unmapped()

@@ -59,7 +59,7 @@ class DeviceStorage(Storage):
 
     @property
     def is_private(self) -> bool:
-        return all(isinstance(piece, PrivatePiece) for piece in self._pieces)
+        return self._packed or (bool(self._pieces) and not any(isinstance(each, DirectPiece) for each in self._pieces))
 
     # What lies where.
 
@@ -198,10 +198,13 @@ class DeviceStorage(Storage):
             if self.is_any_private or self._num_runs(blocks) > _MAX_PARTS:
                 return False
             before, self._pieces = self._pieces, self._direct(0, blocks)
-            self.quiesce()
-            for piece in before:
-                piece.close()
-        # What lies in private memory has the same content.
+            self._left += before
+        # What lies in private memory has the same content. Nothing shows ours; and when nothing works on them either,
+        # the daemon may have them, and their segments.
+        self.quiesce()
+        for piece in self._left:
+            piece.close()
+        self._left = []
         self._blocks = blocks
         return True
 
