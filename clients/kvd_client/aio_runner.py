@@ -93,6 +93,8 @@ class AsyncRunner:
                 return  # another task was first
             if not lost.can_be_replaced:
                 lost.require_alive()
+            # The number of its session socket may be the next one's, which the same loop is to read.
+            channel.stop_reading()
             await self.connect()
             await channel.close()
             lost.close_when_unmapped()
@@ -120,6 +122,8 @@ class AsyncRunner:
                 # Abandoned verbs end with the link.
                 await asyncio.wait(set(self._background))
             await channel.close()
+            if link.is_on_card:
+                await asyncio.to_thread(link.await_device_memory)
 
 
 def _give_back(task: asyncio.Task[Any]) -> None:

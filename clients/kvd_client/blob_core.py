@@ -10,17 +10,19 @@ from typing import TypeAlias
 import xxhash
 
 from kvd.blobs import HEAD_NBYTES, MAX_BLOCKS, BlobHead, head_hash
-from kvd.block import BlockId, ChainHash, NamespaceDigest
-from kvd.errors import CorruptBlock, InvalidRequest, OutOfMemory
+from kvd.block import HOST, BlockId, ChainHash, NamespaceDigest
+from kvd.errors import CorruptBlock, EngineUnsupported, InvalidRequest, OutOfMemory
 from kvd.hashing import Namespace, pack_hashes
 from kvd.protocol.replies import Begun, Forgotten, FoundLast, Matched, Reserved, Sealed
 from kvd.protocol.requests import Begin, FindLast, Forget, Match, Reserve, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd_client import verbs
 from kvd_client.address_range import HUGE_PAGE_NBYTES
-from kvd_client.link import Holdings, Link, OpenedCache
+from kvd_client.link import Holdings, Link
+from kvd_client.mapped_storage import MappedStorage, has_room_for
+from kvd_client.opened_cache import CacheSpec, OpenedCache
 from kvd_client.releases import releases
-from kvd_client.storage import MappedStorage, has_room_for
+from kvd_client.segments import PoolMemory
 from kvd_client.verb import Verb, expect
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -61,7 +63,7 @@ def latest(link: Link, spaces: Spaces, keys: Sequence[bytes]) -> Verb[int | None
     """One round trip."""
     if len(keys) > MAX_BLOCKS:
         raise InvalidRequest(f"{len(keys)} keys at once; at most {MAX_BLOCKS} fit a message")
-    heads = yield from verbs.open_cache(link, spaces.heads)
+    heads = yield from _open(link, spaces.heads)
     names = [_name(heads, key) for key in keys]
     if not names:
         return None
@@ -72,8 +74,8 @@ def put(
     link: Link, spaces: Spaces, keys: Sequence[bytes], parts: Sequence[memoryview], head: BlobHead, *, replace: bool
 ) -> Verb[bool]:
     """The body first, then the heads: nobody finds what is not whole."""
-    heads = yield from verbs.open_cache(link, spaces.heads)
-    bodies = yield from verbs.open_cache(link, spaces.bodies)
+    heads = yield from _open(link, spaces.heads)
+    bodies = yield from _open(link, spaces.bodies)
     names = list(dict.fromkeys(_name(heads, key) for key in keys))
     hashes = head.body_hashes(NamespaceDigest(bodies.digest), spaces.block_nbytes)
     if not replace and (yield from _last(link, heads, names[:1])) is not None:
@@ -94,7 +96,7 @@ def put(
 
 def size(link: Link, spaces: Spaces, key: bytes) -> Verb[int | None]:
     """Reads the head alone."""
-    heads = yield from verbs.open_cache(link, spaces.heads)
+    heads = yield from _open(link, spaces.heads)
     head = yield from _read_head(link, heads, _name(heads, key))
     return None if head is None else head.nbytes
 
@@ -103,8 +105,8 @@ def get(
     link: Link, spaces: Spaces, key: bytes, into: memoryview | None, wait_s: float | None
 ) -> Verb[memoryview | None]:
     """Head, then body; whole or not at all."""
-    heads = yield from verbs.open_cache(link, spaces.heads)
-    bodies = yield from verbs.open_cache(link, spaces.bodies)
+    heads = yield from _open(link, spaces.heads)
+    bodies = yield from _open(link, spaces.bodies)
     name = _name(heads, key)
     head = yield from _read_head(link, heads, name, wait_s)
     if head is None:
@@ -129,8 +131,8 @@ def get(
 
 def delete(link: Link, spaces: Spaces, key: bytes) -> Verb[bool]:
     """The head first, so that nobody begins to read what is about to go."""
-    heads = yield from verbs.open_cache(link, spaces.heads)
-    bodies = yield from verbs.open_cache(link, spaces.bodies)
+    heads = yield from _open(link, spaces.heads)
+    bodies = yield from _open(link, spaces.bodies)
     name = _name(heads, key)
     head = yield from _read_head(link, heads, name)
     if head is None:
@@ -138,6 +140,17 @@ def delete(link: Link, spaces: Spaces, key: bytes) -> Verb[bool]:
     yield from _forget(link, heads, [name])
     yield from _forget(link, bodies, _body_hashes(head, bodies, spaces))
     return True
+
+
+def _open(link: Link, namespace: Namespace) -> Verb[OpenedCache]:
+    # Bytes are read and written by the CPU, so on a daemon with a card they are in host memory beside it.
+    return (yield from verbs.open_cache(link, CacheSpec(namespace, device=HOST)))
+
+
+def _memory(cache: OpenedCache) -> PoolMemory:
+    if not isinstance(cache.memory, PoolMemory):
+        raise EngineUnsupported(f"blobs are in host memory, and this daemon has them on {cache.device}")
+    return cache.memory
 
 
 def _name(heads: OpenedCache, key: bytes) -> ChainHash:
@@ -239,7 +252,7 @@ def _content(
     """The bytes of attached blocks: in `into`, else mapped, else copied. The blocks go back when none needs them."""
     if not blocks:
         return memoryview(b"") if into is None else into[:0]
-    if into is None and has_room_for(bodies.memory.num_runs(blocks)):
+    if into is None and has_room_for(_memory(bodies).num_runs(blocks)):
         try:
             return _mapped(link, bodies, blocks, nbytes)
         except OutOfMemory:
@@ -263,7 +276,7 @@ class _Mapping:
 
 
 def _mapped(link: Link, bodies: OpenedCache, blocks: Sequence[BlockId], nbytes: int) -> memoryview:
-    memory, layout = bodies.memory, bodies.namespace.layout
+    memory, layout = _memory(bodies), bodies.namespace.layout
     memory.await_grants(blocks, writable=False)
     mapping = _Mapping()
     with link.guard:
@@ -283,8 +296,8 @@ def _mapped(link: Link, bodies: OpenedCache, blocks: Sequence[BlockId], nbytes: 
 def _read(link: Link, cache: OpenedCache, blocks: Sequence[BlockId], into: memoryview) -> None:
     """The first bytes of sealed blocks, as many as `into` takes."""
     start = 0
-    for run in cache.memory.runs(blocks, writable=False):
-        piece = into[start : start + run.num_blocks * cache.memory.block_nbytes]
+    for run in _memory(cache).runs(blocks, writable=False):
+        piece = into[start : start + run.num_blocks * _memory(cache).block_nbytes]
         fd = _duplicate(link, run.fd)
         try:
             num_read = 0
@@ -302,10 +315,10 @@ def _write(link: Link, cache: OpenedCache, blocks: Sequence[BlockId], parts: Seq
     """Writes the parts one after the other into reserved blocks."""
     # Through the descriptor rather than a mapping: no page is mapped here, so none has to be made read-only again.
     left = [part for part in parts if len(part)]
-    for run in cache.memory.runs(blocks, writable=True):
+    for run in _memory(cache).runs(blocks, writable=True):
         fd = _duplicate(link, run.fd)
         try:
-            offset, stop = run.offset, run.offset + run.num_blocks * cache.memory.block_nbytes
+            offset, stop = run.offset, run.offset + run.num_blocks * _memory(cache).block_nbytes
             while left and offset < stop:
                 piece = left[0][: min(stop - offset, _MAX_WRITE_NBYTES)]
                 written = os.pwrite(fd, piece, offset)

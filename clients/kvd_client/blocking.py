@@ -96,3 +96,4 @@ class Runner:
         finally:
             link.close_when_unmapped()
             channel.close()
+            link.await_device_memory()

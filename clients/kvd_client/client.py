@@ -14,6 +14,7 @@ from kvd_client import tier_verbs, verbs
 from kvd_client.blobs import Blobs
 from kvd_client.blocking import Runner
 from kvd_client.cache import Cache
+from kvd_client.opened_cache import CacheSpec
 from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.tier_verbs import FlushOutcome, Reach
 from kvd_client.verb import Tokens
@@ -71,8 +72,18 @@ class Client:
         adapter: str = "",
         salt: str = "",
         checksums: bool = False,
+        device: str = "",
+        staged: bool = False,
+        ask_only: bool = False,
     ) -> Cache:
-        """The cache of one namespace; every argument but `checksums` is part of it (see `kvd.hashing.Namespace`).
+        """The cache of one namespace; the arguments up to `salt` are part of it (see `kvd.hashing.Namespace`).
+
+        `device` is where its pool shall be: the UUID of one of the daemon's cards, "host", or "" for what the daemon's
+        rules say. A process that cannot map a card's memory (it does not see the card, has no torch for it, or is in
+        another PID namespace) uses host memory beside it, which the daemon fills from the card and copies back: by
+        itself, with a line in the log, and `Cache.mode` tells. `staged` has it so in any case, for who computes on
+        another card. `ask_only` spares looking for torch and the card where only `match`, `reach`, `prefetch` and `pin`
+        are wanted. Raises `CudaUnavailable` for a card that the daemon does not serve.
 
         With `checksums`, blocks sealed through this cache carry an xxh3-64 that readers compare with `verify=True`.
         Raises `InvalidLayout` when client and daemon compute different block sizes.
@@ -80,7 +91,7 @@ class Client:
         namespace = Namespace(
             model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt
         )
-        return Cache(self._runner, namespace, checksums=checksums)
+        return Cache(self._runner, CacheSpec(namespace, device, staged, ask_only), checksums=checksums)
 
     def blobs(self, name: str, *, salt: str = "", block_nbytes: int = DEFAULT_BLOCK_NBYTES) -> Blobs:
         """Byte strings of any length under keys; see `kvd_client.blobs`.

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvd_client.blocking import Runner
+from kvd_client.device_order import Stream
 from kvd_client.sequence_core import SequenceCore
 from kvd_client.sequence_view import SequenceView
 from kvd_client.verb import Tokens
@@ -51,16 +52,19 @@ class Sequence(SequenceView):
         with self._exclusive:
             self._runner.drive(self._core.extend(num_tokens))
 
-    def commit(self, token_ids: Tokens | None = None) -> int:
+    def commit(self, token_ids: Tokens | None = None, *, stream: Stream | None = None) -> int:
         """Publishes every full block whose tokens are named and written in all layers; returns how many tokens are
         sealed.
 
         `token_ids`, if given, are all ids of the sequence so far; those already known must be equal (`InvalidTokens`).
         Sealed blocks are read-only from then on. Where another process sealed the same block first, that one takes the
         place of ours as soon as no tensor lives over this sequence. Raises `DaemonRestarted`.
+
+        On a card it waits first until what was queued on `stream` is done, or on torch's current stream: what others
+        find must be there. Name the stream if another one than this thread's current wrote. Raises `CudaDeviceLost`.
         """
         with self._exclusive:
-            return self._runner.drive(self._core.commit(token_ids))
+            return self._runner.drive(self._core.commit(token_ids, stream))
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets every token from `num_tokens` on. Tensors that live keep their bytes.
@@ -96,7 +100,7 @@ class Sequence(SequenceView):
         return self.layer(layer)
 
     def close(self) -> None:
-        """Gives everything back; idempotent.
+        """Gives everything back; idempotent. On a card it waits until this process runs nothing on it any more.
 
         Blocks under tensors that still live go back when the last of them dies.
         """

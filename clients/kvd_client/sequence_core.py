@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvd.block import BlockId, ChainHash
-from kvd.errors import InvalidRequest, KvdError, OutOfBlocks, OutOfMemory, SequenceTooLong
+from kvd.errors import CudaImportRefused, InvalidRequest, KvdError, OutOfBlocks, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, pack_hashes
 from kvd.protocol.replies import Reserved, Sealed
 from kvd.protocol.requests import Reserve, Retain, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
-from kvd_client.address_range import HUGE_PAGE_NBYTES
+from kvd_client.attendant import attendant
 from kvd_client.checksum import pack_checksums
-from kvd_client.link import Holdings, Link, OpenedCache
+from kvd_client.device_order import Stream
+from kvd_client.device_segments import DevicePoolMemory
+from kvd_client.laying_out import attach_reserved, lay_out
+from kvd_client.link import Holdings, Link
 from kvd_client.named_tokens import NamedTokens
-from kvd_client.private_storage import PackedStorage, PrivateStorage
+from kvd_client.opened_cache import OpenedCache
 from kvd_client.releases import releases
 from kvd_client.sequence_state import SequenceOptions, SequenceState
-from kvd_client.storage import MappedStorage, Storage, has_room_for
+from kvd_client.storage import Storage
 from kvd_client.verb import Tokens, Verb, expect
 
 MIN_PREFILL_TOKENS = 64
@@ -64,29 +68,15 @@ class SequenceCore(SequenceState):
             raise
 
     def _lay_out(self) -> Storage:
-        memory, num_sealed = self._cache.memory, self._num_sealed
-        phase = memory.phase(self._blocks) % HUGE_PAGE_NBYTES
-        max_blocks = max(len(self._blocks), self.layout.num_blocks(self.max_tokens), 1)
-
-        def filled(kind: type[Storage]) -> Storage:
-            storage = kind(self.layout, max_blocks, memory, phase)
-            try:
-                for first, stop, sealed in ((0, num_sealed, True), (num_sealed, len(self._blocks), False)):
-                    storage.attach(first, self._blocks[first:stop], sealed=sealed, populate=self._options.populate)
-            except BaseException:
-                storage.close()
-                raise
-            return storage
-
-        if self._options.materialize:
-            return filled(PackedStorage)
-        if has_room_for(memory.num_runs(self._blocks)):
-            try:
-                return filled(MappedStorage)
-            except OutOfMemory:
-                # So near vm.max_map_count the same result is had by copying, with one mapping.
-                pass
-        return filled(PrivateStorage)
+        return lay_out(
+            self.layout,
+            self._cache.memory,
+            self._blocks,
+            self._num_sealed,
+            max_blocks=max(len(self._blocks), self.layout.num_blocks(self.max_tokens), 1),
+            materialize=self._options.materialize,
+            populate=self._options.populate,
+        )
 
     def extend(self, num_tokens: int) -> Verb[None]:
         """Room for `num_tokens` tokens in all; grows in steps so that a decode loop seldom asks."""
@@ -135,33 +125,27 @@ class SequenceCore(SequenceState):
         return []
 
     def _attach_reserved(self, more: list[BlockId]) -> None:
-        populate = self._options.populate
-        if has_room_for(self._cache.memory.num_runs(more)):
-            try:
-                self._storage.attach(len(self._blocks), more, sealed=False, populate=populate)
-            except OutOfMemory:
-                if self.is_private:
-                    raise
-            else:
-                return
-        if not self.is_private:
-            self._go_private()
-        self._storage.attach(len(self._blocks), more, sealed=False, populate=populate)
-
-    def _go_private(self) -> None:
-        """Copies what is held into private memory: the mappings of a scattered sequence have run out."""
-        mapped = self._storage
-        max_blocks = self.layout.num_blocks(self.max_tokens)
-        private = PrivateStorage(self.layout, max_blocks, self._cache.memory)
-        self._num_copied_bytes += private.copy_tokens(mapped, 0, max(self._written))
-        self._storage = private
-        if mapped.has_live_views():
-            self._retired.append(mapped)
+        before = self._storage
+        self._storage = attach_reserved(
+            before,
+            len(self._blocks),
+            more,
+            num_tokens=max(self._written),
+            populate=self._options.populate,
+        )
+        if self._storage is before:
+            return
+        self._num_copied_bytes += before.num_copied_bytes
+        if before.has_live_views():
+            self._retired.append(before)
         else:
-            mapped.close()
+            before.close()
 
-    def commit(self, token_ids: Tokens | None) -> Verb[int]:
-        """Seals every full block that is named and written; returns how many tokens are sealed."""
+    def commit(self, token_ids: Tokens | None, stream: Stream | None = None) -> Verb[int]:
+        """Seals every full block that is named and written; returns how many tokens are sealed.
+
+        Waits first for what `stream` does, or torch's current one where the pool is on a card.
+        """
         self._require_open()
         if token_ids is not None:
             rest = self._names.rest_of(token_ids)
@@ -170,17 +154,19 @@ class SequenceCore(SequenceState):
         first, stop = self._num_sealed, min(self.num_tokens, len(self._names)) // self.layout.block_tokens
         self.link.require_alive()
         if first < stop:
-            yield from self._seal(first, stop)
+            yield from self._seal(first, stop, stream)
         self._let_go_of_copies()
         return self.num_sealed_tokens
 
-    def _seal(self, first: int, stop: int) -> Verb[None]:
+    def _seal(self, first: int, stop: int, stream: Stream | None) -> Verb[None]:
         own = self._blocks[first:stop]
+        # Whoever finds the blocks reads them at once, in another process, whose streams know nothing of ours.
+        self._storage.synchronize(stream)
         checksums = b""
         if self._options.checksums:
             step = self.layout.block_tokens
             checksums = pack_checksums(
-                self._storage.bytes(place * step, (place + 1) * step) for place in range(first, stop)
+                self._storage.contents(place * step, (place + 1) * step) for place in range(first, stop)
             )
         request = Seal(
             self.link.next_id(),
@@ -217,9 +203,15 @@ class SequenceCore(SequenceState):
         """
         if not self._own_copies or self._retired or self._storage.has_live_views():
             return
-        with self.link.guard:
-            for place in self._own_copies:
-                self._storage.replace(place, self._blocks[place])
+        standing = {place: self._blocks[place] for place in self._own_copies}
+        try:
+            self._cache.memory.await_grants(list(standing.values()), writable=False)
+            with self.link.guard:
+                if not self._storage.replace(standing):
+                    return
+        except CudaImportRefused:
+            # Ours serve as well.
+            return
         self._post_release(reserved=list(self._own_copies.values()))
         self._own_copies = {}
 
@@ -282,12 +274,20 @@ class SequenceCore(SequenceState):
 
     def close(self) -> None:
         """Gives everything back, at once or when the last view dies. Idempotent."""
+        if not self.is_closed and not self.link.is_forked:
+            # So that little is left to wait for under the guard.
+            self._storage.quiesce()
         with self.link.guard:
             self._close_guarded()
 
     def close_when_collected(self, owner: object) -> None:
         """Closes when `owner`, which wraps this, is collected without having been closed."""
-        weakref.finalize(owner, self.link.guard.later, self._close_guarded).atexit = False
+        close = self.link.guard.later
+        if isinstance(self._cache.memory, DevicePoolMemory):
+            # There it may have to wait for the card, which a finalizer must not.
+            weakref.finalize(owner, _later_still, close, self._close_guarded).atexit = False
+        else:
+            weakref.finalize(owner, close, self._close_guarded).atexit = False
 
     def _close_guarded(self) -> None:
         if not self.is_closed:
@@ -328,3 +328,7 @@ class SequenceCore(SequenceState):
                 hashes=pack_hashes(hashes),
             ):
                 link.post(request)
+
+
+def _later_still(later: Callable[[Callable[[], None]], None], work: Callable[[], None]) -> None:
+    attendant().put(partial(later, work))

@@ -14,9 +14,9 @@ from kvd.block import BlockId
 from kvd.errors import ClientClosed, ForkedClient, InvalidRequest, InvalidTokens, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, encode_tokens
 from kvd_client.checksum import first_corrupt
-from kvd_client.link import Link, OpenedCache
+from kvd_client.link import Link
 from kvd_client.named_tokens import NamedTokens
-from kvd_client.private_storage import PrivateStorage
+from kvd_client.opened_cache import OpenedCache
 from kvd_client.storage import Storage
 from kvd_client.verb import Tokens
 
@@ -87,7 +87,7 @@ class SequenceState:
     @property
     def is_private(self) -> bool:
         """Whether the blocks were copied instead of mapped."""
-        return isinstance(self._storage, PrivateStorage)
+        return self._storage.is_private
 
     @property
     def token_ids(self) -> list[int]:
@@ -125,18 +125,32 @@ class SequenceState:
         self._require_layer(layer)
         return self._written[layer], max(self._written[layer], len(self._names))
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values written in one layer."""
+    def parts(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values written in one layer, a pair for each part they lie in."""
         self._require_open()
         self._require_layer(layer)
-        keys, values = self._storage.layer_tensors(layer)
-        written = self._written[layer]
-        return keys.narrow(1, 0, written), values.narrow(1, 0, written)
+        return self._storage.parts(layer, self._written[layer])
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values written in one layer, in one part from now on."""
+        self._require_open()
+        self._require_layer(layer)
+        self._gather(0, self._written[layer])
+        (both,) = self._storage.parts(layer, self._written[layer])
+        return both
 
     def array(self, start: int, stop: int | None) -> torch.Tensor:
-        """Tokens start .. stop of all layers."""
+        """Tokens start .. stop of all layers, in one part from now on."""
         start, stop = self._span(start, stop)
-        return self._storage.token_tensor()[start:stop]
+        self._gather(start, stop)
+        (tokens,) = self._storage.spans(start, stop)
+        return tokens
+
+    def _gather(self, start: int, stop: int) -> None:
+        if self._storage.num_parts(start, stop) > 1:
+            with self.link.guard:
+                self._require_open()
+                self._storage.gather()
 
     def buffer(self, start: int, stop: int | None) -> memoryview:
         """The same, as bytes."""
@@ -154,7 +168,7 @@ class SequenceState:
         """The first cached place whose bytes differ from the checksum given for it."""
         step = self.layout.block_tokens
         starts = range(0, self.num_cached_tokens, step)
-        return first_corrupt(checksums, (self._storage.bytes(start, start + step) for start in starts))
+        return first_corrupt(checksums, (self._storage.contents(start, start + step) for start in starts))
 
     def block_at(self, place: int) -> BlockId:
         """The block that stands at a place."""
@@ -181,11 +195,9 @@ class SequenceState:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes behind what the layer holds; checked, and room made, before."""
-        at, num_new = self._written[layer], keys.shape[1]
-        own_keys, own_values = self._storage.layer_tensors(layer)
-        own_keys.narrow(1, at, num_new).copy_(keys.detach())
-        own_values.narrow(1, at, num_new).copy_(values.detach())
-        self._written[layer] = at + num_new
+        at = self._written[layer]
+        self._storage.write(layer, at, keys.detach(), values.detach())
+        self._written[layer] = at + keys.shape[1]
 
     def advance(self, num_tokens: int) -> None:
         """Counts tokens that were written through `array` or `buffer`."""

@@ -63,7 +63,7 @@ def test_a_forked_child_has_no_mapping_no_descriptor_and_a_typed_error(client: k
                 int(first, 16) <= address < int(last, 16) for first, last in re.findall(r"^(\w+)-(\w+)", maps, re.M)
             )
             links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-            memory = [link for link in links if "memfd" in link or "kvd" in link.rsplit("/", 1)[-1]]
+            memory = [link for link in links if "memfd:kvd" in link or "kvd" in link.rsplit("/", 1)[-1]]
             return f"{sorted(said)} {inside} {'memfd:kvd' in maps} {memory}"
 
         assert in_child(child) == "['ForkedClient'] False False []"

@@ -143,7 +143,7 @@ def test_what_a_session_does_not_hold_it_cannot_use(daemon: Daemon, client: kvd_
     seq.commit()
     core = seq._core
     sealed, reserved = core._blocks[0], core._blocks[-1]
-    digest = client._runner.link.caches[cache.namespace].digest
+    digest = client._runner.link.caches[cache._spec].digest
     (some_hash,) = chain_hashes(digest, encode_tokens(range(16)), 16)
 
     def pack(*blocks: int) -> bytes:

@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 import kvd_client
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
 from tests.support.daemon import Daemon
 
+pytestmark = host_only("about the page table of host memory; a card has nothing like it")
 PROMPT = list(range(400, 500))
 WRITER = """
 import ctypes, sys
 import kvd_client
 from kvd_client import libc
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill
 client = kvd_client.connect(sys.argv[1])
 seq = client.cache(model=MODEL, layout=LAYOUT).sequence(list(range(400, 500)), wait_s=0)
@@ -29,6 +32,7 @@ READER = """
 import ctypes, sys
 import kvd_client
 from kvd_client import libc
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL
 client = kvd_client.connect(sys.argv[1])
 seq = client.cache(model=MODEL, layout=LAYOUT).sequence(list(range(400, 500)), wait_s=0)
@@ -79,11 +83,12 @@ from kvd.hashing import chain_hashes, encode_tokens, pack_hashes
 from kvd.protocol.requests import Begin
 from kvd.protocol.wire import unpack_block_ids
 from kvd_client import libc
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL
 client = kvd_client.connect(sys.argv[1])
 cache = client.cache(model=MODEL, layout=LAYOUT)
 link = client._runner.link
-opened = link.caches[cache.namespace]
+opened = link.caches[cache._spec]
 hashes = pack_hashes(chain_hashes(opened.digest, encode_tokens(range(400, 496)), 16))
 begun = client._runner._current[1].exchange(Begin(link.next_id(), link.epoch, opened.handle, hashes, 6, 6), 10)
 (run,) = opened.memory.runs(unpack_block_ids(begun.blocks), writable=False)
