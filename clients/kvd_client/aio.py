@@ -22,12 +22,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvd.blobs import DEFAULT_BLOCK_NBYTES
-from kvd.hashing import Namespace
+from kvd.hashing import Namespace, encode_tokens
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
 from kvd_client import tier_verbs, verbs
 from kvd_client.aio_blobs import Blobs
 from kvd_client.aio_runner import AsyncRunner
+from kvd_client.arguments import whole_number
 from kvd_client.device_order import Stream
 from kvd_client.opened_cache import CacheSpec, Mode, OpenedCache
 from kvd_client.options import DEFAULT_OPTIONS, Options
@@ -132,7 +133,9 @@ class Client:
 
     async def reach(self, namespace: bytes, block_tokens: int, token_ids: Tokens) -> Reach:
         """See `kvd_client.Client.reach`."""
-        return await self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, token_ids))
+        tokens = encode_tokens(token_ids)
+        block_tokens = whole_number("block_tokens", block_tokens, least=1)
+        return await self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, tokens))
 
     async def check(self) -> None:
         """Has the daemon verify every invariant of its pools."""
@@ -224,12 +227,14 @@ class Cache:
         announce: bool = True,
     ) -> Sequence:
         """See `kvd_client.Cache.sequence`."""
+        # Here, not in the verb, which runs again after a restart: an iterator gives its ids once.
+        tokens = encode_tokens(token_ids)
         options = SequenceOptions(materialize=materialize, populate=populate, checksums=self._checksums)
         core = await self._runner.run(
             lambda link: verbs.begin(
                 link,
                 self._spec,
-                token_ids,
+                tokens,
                 max_tokens=max_tokens,
                 wait_s=wait_s,
                 verify=verify,
@@ -251,19 +256,23 @@ class Cache:
 
     async def match(self, token_ids: Tokens) -> int:
         """See `kvd_client.Cache.match`."""
-        return await self._runner.run(lambda link: verbs.match(link, self._spec, token_ids))
+        tokens = encode_tokens(token_ids)
+        return await self._runner.run(lambda link: verbs.match(link, self._spec, tokens))
 
     async def reach(self, token_ids: Tokens) -> Reach:
         """See `kvd_client.Cache.reach`."""
-        return await self._runner.run(lambda link: tier_verbs.reach(link, self._spec, token_ids))
+        tokens = encode_tokens(token_ids)
+        return await self._runner.run(lambda link: tier_verbs.reach(link, self._spec, tokens))
 
     async def prefetch(self, token_ids: Tokens) -> None:
         """See `kvd_client.Cache.prefetch`."""
-        await self._runner.run(lambda link: tier_verbs.prefetch(link, self._spec, token_ids))
+        tokens = encode_tokens(token_ids)
+        await self._runner.run(lambda link: tier_verbs.prefetch(link, self._spec, tokens))
 
     async def pin(self, token_ids: Tokens, *, label: str = "") -> Pinned:
         """See `kvd_client.Cache.pin`."""
-        return await self._runner.run(lambda link: tier_verbs.pin(link, self._spec, token_ids, label=label))
+        tokens = encode_tokens(token_ids)
+        return await self._runner.run(lambda link: tier_verbs.pin(link, self._spec, tokens, label=label))
 
     async def get_or_compute(
         self,

@@ -80,6 +80,9 @@ class AsyncChannel:
     async def _receive(self) -> None:
         while True:
             reply = wire.decode_reply(await self._dealer.recv())
+            landing = self._link.landings.pop(reply.request_id, None)
+            if landing is not None:
+                landing.receive(reply)
             waiter = self._waiters.get(reply.request_id)
             if waiter is not None and not waiter.done():
                 waiter.set_result(reply)

@@ -72,7 +72,12 @@ class AsyncRunner:
                     raise
         await self._reconnect(link)
         link, channel = self._current
-        return await self._drive(channel, make_verb(link))
+        try:
+            return await self._drive(channel, make_verb(link))
+        except DaemonRestarted as error:
+            if not link.can_be_replaced:
+                raise
+            raise link.gone_again() from error
 
     async def _drive(self, channel: AsyncChannel, verb: Verb[T]) -> T:
         timeout_s = self._options.timeout_s
@@ -83,6 +88,10 @@ class AsyncRunner:
         except StopIteration as stop:
             result: T = stop.value
             return result
+        except BaseException:
+            # Interrupted between two requests, it puts right at once what it has begun.
+            verb.close()
+            raise
 
     async def _reconnect(self, lost: Link) -> None:
         async with self._reconnecting:

@@ -18,6 +18,8 @@ from kvd.protocol.requests import Begin, FindLast, Forget, Match, Reserve, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd_client import verbs
 from kvd_client.address_range import HUGE_PAGE_NBYTES
+from kvd_client.arguments import seconds
+from kvd_client.landing import Landing
 from kvd_client.link import Holdings, Link
 from kvd_client.mapped_storage import MappedStorage, has_room_for
 from kvd_client.opened_cache import CacheSpec, OpenedCache
@@ -183,10 +185,15 @@ def _attach(
         max_cached=num,
         num_blocks=num,
         announce=False,
-        wait_s=wait_s,
+        wait_s=None if wait_s is None else seconds("wait_s", wait_s),
         whole=True,
     )
-    return unpack_block_ids(expect((yield request), Begun).blocks)
+    landing = Landing(link)
+    try:
+        return unpack_block_ids(expect((yield landing.awaits(request)), Begun).blocks)
+    except BaseException:
+        landing.give_up()
+        raise
 
 
 def _read_head(link: Link, heads: OpenedCache, name: ChainHash, wait_s: float | None = None) -> Verb[BlobHead | None]:
@@ -212,7 +219,12 @@ def _store(
     if not hashes:
         return []
     request = Reserve(link.next_id(), link.epoch, cache.handle, len(hashes))
-    own = unpack_block_ids(expect((yield request), Reserved).blocks)
+    landing = Landing(link)
+    try:
+        own = unpack_block_ids(expect((yield landing.awaits(request)), Reserved).blocks)
+    except BaseException:
+        landing.give_up()
+        raise
     try:
         _write(link, cache, own, parts)
         seal = Seal(link.next_id(), link.epoch, cache.handle, pack_block_ids(own), pack_hashes(hashes))
@@ -268,29 +280,22 @@ def _content(
     return view
 
 
-class _Mapping:
-    """Stands for a blob that is being mapped, among the sequences that a client closes."""
-
-    def close(self) -> None:
-        """It ends by itself in a moment."""
-
-
 def _mapped(link: Link, bodies: OpenedCache, blocks: Sequence[BlockId], nbytes: int) -> memoryview:
     memory, layout = _memory(bodies), bodies.namespace.layout
     memory.await_grants(blocks, writable=False)
-    mapping = _Mapping()
-    with link.guard:
+
+    def map_guarded() -> memoryview:
         storage = MappedStorage(layout, len(blocks), memory, memory.phase(blocks) % HUGE_PAGE_NBYTES)
         try:
             storage.attach(0, blocks, sealed=True, populate=True)
         except BaseException:
             storage.close()
             raise
-        link.sequence_opened(mapping)
         view = storage.bytes(0, len(blocks) * layout.block_tokens).toreadonly()[:nbytes]
-        link.sequence_closed(mapping)
         link.retire(Holdings(bodies.handle, [storage], references=list(blocks)))
-    return view
+        return view
+
+    return link.guard.run(map_guarded)
 
 
 def _read(link: Link, cache: OpenedCache, blocks: Sequence[BlockId], into: memoryview) -> None:
@@ -332,12 +337,15 @@ def _write(link: Link, cache: OpenedCache, blocks: Sequence[BlockId], parts: Seq
 
 def _duplicate(link: Link, fd: int) -> int:
     """A descriptor of our own: another thread may lose the link, which closes its descriptors, at any moment."""
-    with link.guard:
+
+    def duplicate_guarded() -> int:
         link.require_alive()
         try:
             return os.dup(fd)
         except OSError as error:
             raise OutOfMemory(f"no descriptor for a segment: {error}") from error
+
+    return link.guard.run(duplicate_guarded)
 
 
 def _release(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvd.hashing import Namespace
+from kvd.hashing import Namespace, encode_tokens
 from kvd.layout import KVLayout
 from kvd_client import tier_verbs, verbs
 from kvd_client.blocking import Runner
@@ -86,12 +86,14 @@ class Cache:
 
         Raises `InvalidTokens`, `SequenceTooLong`, `OutOfBlocks`, `QuotaExceeded`, `OutOfMemory`, `WouldWait`.
         """
+        # Here, not in the verb, which runs again after a restart: an iterator gives its ids once.
+        tokens = encode_tokens(token_ids)
         options = SequenceOptions(materialize=materialize, populate=populate, checksums=self._checksums)
         core = self._runner.run(
             lambda link: verbs.begin(
                 link,
                 self._spec,
-                token_ids,
+                tokens,
                 max_tokens=max_tokens,
                 wait_s=wait_s,
                 verify=verify,
@@ -99,7 +101,11 @@ class Cache:
                 options=options,
             )
         )
-        return Sequence(self._runner, core)
+        try:
+            return Sequence(self._runner, core)
+        except BaseException:
+            core.close()
+            raise
 
     def allocate_sequence(self, num_tokens: int, max_tokens: int | None = None, *, populate: bool = True) -> Sequence:
         """Room for `num_tokens` tokens without naming them: all or nothing, and never waiting.
@@ -111,19 +117,26 @@ class Cache:
         core = self._runner.run(
             lambda link: verbs.allocate(link, self._spec, num_tokens, max_tokens=max_tokens, options=options)
         )
-        return Sequence(self._runner, core)
+        try:
+            return Sequence(self._runner, core)
+        except BaseException:
+            core.close()
+            raise
 
     def match(self, token_ids: Tokens) -> int:
         """How many leading tokens are resident now (a multiple of block_tokens). Pins nothing, promises nothing."""
-        return self._runner.run(lambda link: verbs.match(link, self._spec, token_ids))
+        tokens = encode_tokens(token_ids)
+        return self._runner.run(lambda link: verbs.match(link, self._spec, tokens))
 
     def reach(self, token_ids: Tokens) -> Reach:
         """How far the prefix is cached in memory, and with each tier below. Pins nothing, promises nothing."""
-        return self._runner.run(lambda link: tier_verbs.reach(link, self._spec, token_ids))
+        tokens = encode_tokens(token_ids)
+        return self._runner.run(lambda link: tier_verbs.reach(link, self._spec, tokens))
 
     def prefetch(self, token_ids: Tokens) -> None:
         """Has what the tiers below know of the prefix brought up to memory; does not wait for it, and pins nothing."""
-        self._runner.run(lambda link: tier_verbs.prefetch(link, self._spec, token_ids))
+        tokens = encode_tokens(token_ids)
+        self._runner.run(lambda link: tier_verbs.prefetch(link, self._spec, tokens))
 
     def pin(self, token_ids: Tokens, *, label: str = "") -> Pinned:
         """Has the daemon keep the full blocks of a prompt resident: those it has, and the others once they are there.
@@ -131,7 +144,8 @@ class Cache:
         It outlives this session, and the daemon where that keeps its state on disk; `Client.unpin` ends it. `label` is
         shown by `kvd pin --list`. Raises `QuotaExceeded` beyond limits.pinned, `InvalidRequest` for less than a block.
         """
-        return self._runner.run(lambda link: tier_verbs.pin(link, self._spec, token_ids, label=label))
+        tokens = encode_tokens(token_ids)
+        return self._runner.run(lambda link: tier_verbs.pin(link, self._spec, tokens, label=label))
 
     def get_or_compute(
         self,

@@ -7,10 +7,11 @@ from types import TracebackType
 from typing import Self
 
 from kvd.blobs import DEFAULT_BLOCK_NBYTES
-from kvd.hashing import Namespace
+from kvd.hashing import Namespace, encode_tokens
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
 from kvd_client import tier_verbs, verbs
+from kvd_client.arguments import whole_number
 from kvd_client.blobs import Blobs
 from kvd_client.blocking import Runner
 from kvd_client.cache import Cache
@@ -110,7 +111,9 @@ class Client:
 
         Raises `InvalidRequest` for one that the daemon does not know, or of another tenant.
         """
-        return self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, token_ids))
+        tokens = encode_tokens(token_ids)
+        block_tokens = whole_number("block_tokens", block_tokens, least=1)
+        return self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, tokens))
 
     def check(self) -> None:
         """Has the daemon verify every invariant of its pools. Raises `StateError` naming the fault."""

@@ -310,6 +310,9 @@ class DeviceStorage(Storage):
     def unpublish(self, first: int, num_blocks: int) -> None:
         """Nothing to undo: nothing protects memory on a card."""
 
+    def freeze(self) -> None:
+        """A sequence on a card leaves its storage only by becoming another, whose old blocks nobody seals."""
+
     def _all_pieces(self) -> list[Piece]:
         return [*self._pieces, *self._left]
 

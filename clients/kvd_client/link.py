@@ -15,14 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvd.block import HOST, BlockId
 from kvd.config.paths import find_runtime_dir
 from kvd.cuda import DeviceExport
 from kvd.errors import (
     ClientClosed,
+    ConnectionFailed,
     DaemonRestarted,
+    DaemonUnavailable,
     ForkedClient,
     KvdError,
     StateError,
@@ -43,6 +45,9 @@ from kvd_client.segments import PoolMemory, SegmentTable
 from kvd_client.session_socket import Arrival, SessionSocket
 from kvd_client.storage import Storage
 
+if TYPE_CHECKING:
+    from kvd_client.landing import Landing
+
 _GRANT_BOUND_S = 5.0
 _LOOK_AGAIN_S = 0.02
 """Another thread may take in what this one waits for."""
@@ -54,7 +59,7 @@ _viewed: set[Storage] = set()
 """Storages of closed sequences over which views live. Nothing else may keep them, nor their link and its session."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Holdings:
     """What goes back to the daemon once none of `storages` is mapped any more. Unmap comes before release, always."""
 
@@ -95,13 +100,16 @@ class Link:
         """Called once when the link is lost: whoever waits for a reply should look up."""
         self.when_forked: Callable[[], None] = lambda: None
         """Called in a forked child: the transport drops its descriptors."""
+        self.landings: dict[int, Landing] = {}
+        """By request id: where the reply to a request for blocks comes down."""
         self._fate: dict[str, tuple[KvdError]] = {}
         self._ids = itertools.count(1)
         self._segments = SegmentTable()
         self._device_segments = DeviceSegmentTable(self.epoch)
         self._arrivals = threading.Lock()
         self._open: set[OpenSequence] = set()
-        self._num_mapped = 0
+        self._retiring: set[Holdings] = set()
+        """What sequences have left and a view keeps mapped."""
         self._close_when_unmapped = False
         self._forked = False
 
@@ -153,8 +161,13 @@ class Link:
         """Takes in what has arrived on the session socket, without waiting."""
         # One thread at a time reads and applies, so a grant is never overtaken by a look at the table.
         with self._arrivals:
-            for arrival in self.session.receive():
-                self._take_in(arrival)
+            try:
+                for arrival in self.session.receive():
+                    self._take_in(arrival)
+            except BaseException:
+                # A descriptor that was read and is not in the table would be missed for as long as the session lasts.
+                self.lose(ConnectionFailed("the client was interrupted as descriptors came; the session was closed"))
+                raise
 
     def _take_in(self, arrival: Arrival | None) -> None:
         if arrival is None:
@@ -244,37 +257,39 @@ class Link:
         """Whether a client may connect again: the daemon is gone, and no sequence of the old session is open."""
         return not self._open and not isinstance(self.lost, ClientClosed)
 
+    def gone_again(self) -> DaemonUnavailable:
+        """What to raise when the daemon went away right after a client that holds nothing had connected again."""
+        return DaemonUnavailable(f"the daemon in {self.runtime_dir} ended as this client connected to it; try again")
+
     def sequence_opened(self, sequence: OpenSequence) -> None:
         """A sequence holds blocks from now on. Under the guard."""
         self._open.add(sequence)
-        self._num_mapped += 1
 
     def sequence_closed(self, sequence: OpenSequence) -> None:
         """A sequence is used no more. Under the guard."""
         self._open.discard(sequence)
+        self._end_when_unmapped()
 
     def close_sequences(self) -> bool:
         """Closes every open sequence; True when nothing is mapped any more, so that nothing keeps the session."""
         for sequence in list(self._open):
             sequence.close()
-        return not self._num_mapped
+        return self._is_unmapped
 
     def retire(self, holdings: Holdings) -> None:
         """Unmaps and gives back, each storage as soon as no view over it lives. Under the guard."""
-        left = len(holdings.storages)
+        mapped = set(holdings.storages)
+        self._retiring.add(holdings)
 
         def unmap(storage: Storage) -> None:
-            nonlocal left
             _viewed.discard(storage)
             if not self._forked:
                 storage.close()
-            left -= 1
-            if not left:
-                self._num_mapped -= 1
+            mapped.discard(storage)
+            if not mapped:
                 self._give_back(holdings)
 
-        if not left:
-            self._num_mapped -= 1
+        if not mapped:
             self._give_back(holdings)
         for storage in holdings.storages:
             if not storage.has_live_views():
@@ -284,11 +299,11 @@ class Link:
                 storage.when_unused(partial(self.guard.later, partial(unmap, storage)))
 
     def _give_back(self, holdings: Holdings) -> None:
+        self._retiring.discard(holdings)
         if self._close_when_unmapped:
             # The end of the session gives everything back at once.
-            if not self._num_mapped:
-                self._end()
-        elif self.lost is None and not self._forked and (holdings.references or holdings.reservations):
+            self._end_when_unmapped()
+        elif self.lost is None and (holdings.references or holdings.reservations):
             for request in releases(
                 self.next_id,
                 self.epoch,
@@ -305,11 +320,20 @@ class Link:
         """
         if self._is_fate(ClientClosed("the client was closed")):
             self.when_lost()
-        with self.guard:
-            self._close_when_unmapped = True
-            if not self._num_mapped:
-                self._end()
-            return not self._num_mapped
+        return self.guard.run(self._close_guarded)
+
+    def _close_guarded(self) -> bool:
+        self._close_when_unmapped = True
+        self._end_when_unmapped()
+        return self._is_unmapped
+
+    @property
+    def _is_unmapped(self) -> bool:
+        return not self._open and not self._retiring
+
+    def _end_when_unmapped(self) -> None:
+        if self._close_when_unmapped and self._is_unmapped:
+            self._end()
 
     def _end(self) -> None:
         self.session.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.block import BlockId
+from kvd.errors import KvdError
 from kvd.layout import KVLayout
 from kvd_client.address_range import AddressRange
 from kvd_client.device_order import Stream
@@ -67,6 +68,7 @@ class RangeStorage(Storage):
     def token_tensor(self) -> torch.Tensor:
         """All places as [tokens, num_layers, 2, num_kv_heads, head_dim]; parts without a block fault when touched."""
         if self._tokens is None:
+            self._range.is_viewed = True
             self._tokens = self._arrange(self._views.tensor(self.layout.dtype))
         return self._tokens
 
@@ -104,6 +106,7 @@ class RangeStorage(Storage):
 
     def bytes(self, start: int, stop: int) -> memoryview:
         nbytes = self.layout.token_nbytes
+        self._range.is_viewed = True
         return self._views.bytes()[start * nbytes : stop * nbytes]
 
     def contents(self, start: int, stop: int) -> memoryview:
@@ -132,14 +135,21 @@ class MappedStorage(RangeStorage):
     def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory, phase: int = 0) -> None:
         super().__init__(layout, max_blocks, memory, phase)
         self._mapped_nbytes = 0
-        """From the start on; blocks are attached place after place."""
+        """No block is mapped from there on. Blocks are attached place after place."""
 
     def attach(self, first: int, blocks: Sequence[BlockId], *, sealed: bool, populate: bool) -> None:
         block_nbytes = self.layout.block_nbytes
         for run in self.memory.runs(blocks, writable=not sealed):
             offset, nbytes = (first + run.first) * block_nbytes, run.num_blocks * block_nbytes
-            self._range.map_file(offset, nbytes, run.fd, run.offset, writable=not sealed)
-            self._mapped_nbytes = max(self._mapped_nbytes, offset + nbytes)
+            mapped_nbytes = self._mapped_nbytes
+            # Beforehand: a signal that raises as soon as the mapping stands must not hide it from `detach`.
+            self._mapped_nbytes = max(mapped_nbytes, offset + nbytes)
+            try:
+                self._range.map_file(offset, nbytes, run.fd, run.offset, writable=not sealed)
+            except KvdError:
+                # Refused: nothing new is mapped there, and `detach` must not cut where no mapping ends.
+                self._mapped_nbytes = mapped_nbytes
+                raise
             if populate:
                 self._range.make_resident(offset, nbytes)
 
@@ -165,6 +175,11 @@ class MappedStorage(RangeStorage):
     def _protect(self, first: int, num_blocks: int, *, writable: bool) -> None:
         block_nbytes = self.layout.block_nbytes
         self._range.protect(first * block_nbytes, num_blocks * block_nbytes, writable=writable)
+
+    def freeze(self) -> None:
+        # At the edges of mappings, so that it splits none. Blocks that are sealed later lie in here too.
+        if self._mapped_nbytes:
+            self._range.protect(0, self._mapped_nbytes, writable=False)
 
     def replace_one(self, place: int, block: BlockId) -> None:
         self.attach(place, [block], sealed=True, populate=False)

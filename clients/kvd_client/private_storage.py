@@ -30,11 +30,7 @@ class PrivateStorage(RangeStorage):
 
     def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory, phase: int = 0) -> None:
         super().__init__(layout, max_blocks, memory, phase)
-        try:
-            self._range.map_private(0, self._range.nbytes)
-        except BaseException:
-            self._range.close()
-            raise
+        self._range.map_private(0, self._range.nbytes)
 
     def attach(self, first: int, blocks: Sequence[BlockId], *, sealed: bool, populate: bool) -> None:
         if not sealed:
@@ -53,6 +49,9 @@ class PrivateStorage(RangeStorage):
 
     def unpublish(self, first: int, num_blocks: int) -> None:
         """Nothing to undo: the blocks are still this session's own."""
+
+    def freeze(self) -> None:
+        """Nothing to do: nobody else sees this memory."""
 
     def replace_one(self, place: int, block: BlockId) -> None:
         """Nothing to do: the copy has the same content."""

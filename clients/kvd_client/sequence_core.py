@@ -8,15 +8,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvd.block import BlockId, ChainHash
-from kvd.errors import CudaImportRefused, InvalidRequest, KvdError, OutOfBlocks, SequenceTooLong
+from kvd.errors import CudaImportRefused, KvdError, OutOfBlocks, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, pack_hashes
 from kvd.protocol.replies import Reserved, Sealed
 from kvd.protocol.requests import Reserve, Retain, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
+from kvd_client.arguments import MAX_TOKENS, whole_number
 from kvd_client.attendant import attendant
 from kvd_client.checksum import pack_checksums
 from kvd_client.device_order import Stream
 from kvd_client.device_segments import DevicePoolMemory
+from kvd_client.landing import Landing
 from kvd_client.laying_out import attach_reserved, lay_out
 from kvd_client.link import Holdings, Link
 from kvd_client.named_tokens import NamedTokens
@@ -43,32 +45,39 @@ class SequenceCore(SequenceState):
         """Storages this sequence has left, over which views still live."""
         self._computed_tokens, self._computed_s = 0, 0.0
         """What `computed` was told since the last seal."""
+        self.has_started = False
+        """Whether the blocks that `start` was given are this sequence's, to be given back by its end."""
 
     def start(self, num_cached: int, blocks: Sequence[BlockId], *, num_announced: int) -> None:
         """Attaches the blocks that begin, reserve or retain gave: `num_cached` sealed ones, then reserved ones.
 
-        On failure everything goes back to the daemon.
+        Once `has_started` says so they are this sequence's; when this fails then, everything goes back to the daemon.
         """
-        self._blocks = list(blocks)
         self._num_sealed = num_cached
         num_hashes = len(self._names) // self.layout.block_tokens
-        self._announced = range(num_hashes - num_announced, num_hashes)
+        announced, own = range(num_hashes - num_announced, num_hashes), list(blocks)
         self.num_cached_tokens = num_cached * self.layout.block_tokens
         self._written = [self.num_cached_tokens] * self.layout.num_layers
-        with self.link.guard:
-            self.link.sequence_opened(self)
         try:
-            self._cache.memory.await_grants(self._blocks[:num_cached], writable=False)
-            self._cache.memory.await_grants(self._blocks[num_cached:], writable=True)
-            with self.link.guard:
-                self._storage = self._lay_out()
+            self.link.guard.run(lambda: self.link.sequence_opened(self))
+            # No call between the stores, so that no signal is heeded there.
+            self._blocks, self._announced, self.has_started = own, announced, True
+            self._cache.memory.await_grants(own[:num_cached], writable=False)
+            self._cache.memory.await_grants(own[num_cached:], writable=True)
+            self.link.guard.run(self._lay_out)
         except BaseException:
-            with self.link.guard:
-                self._end(storages=[])
+            self.link.guard.run(self._close_guarded)
             raise
 
-    def _lay_out(self) -> Storage:
-        return lay_out(
+    def abandon(self, landing: Landing) -> None:
+        """Whoever made it does not get it: its blocks go back, from here or from where they have come down."""
+        if self.has_started:
+            self.close()
+        else:
+            landing.give_up()
+
+    def _lay_out(self) -> None:
+        self._storage = lay_out(
             self.layout,
             self._cache.memory,
             self._blocks,
@@ -81,30 +90,42 @@ class SequenceCore(SequenceState):
     def extend(self, num_tokens: int) -> Verb[None]:
         """Room for `num_tokens` tokens in all; grows in steps so that a decode loop seldom asks."""
         self._require_open()
+        num_tokens = whole_number("num_tokens", num_tokens)
         self._require_fits(num_tokens)
         held = self.capacity_tokens
         if num_tokens <= held:
             return
         roomy = max(num_tokens + self.link.reserve_ahead_tokens, held + held // 8)
-        more = yield from self._reserve(
-            self.layout.num_blocks(num_tokens) - len(self._blocks),
-            self.layout.num_blocks(min(self.max_tokens, roomy)) - len(self._blocks),
-            shared=[],
-        )
-        storage = self._storage
+        before, storage, landing = self._blocks, self._storage, Landing(self.link)
         try:
+            more = yield from self._reserve(
+                landing,
+                self.layout.num_blocks(num_tokens) - len(before),
+                self.layout.num_blocks(min(self.max_tokens, roomy)) - len(before),
+                shared=[],
+            )
             self._cache.memory.await_grants(more, writable=True)
-            with self.link.guard:
-                self._attach_reserved(more)
+            self.link.guard.run(lambda: self._attach_reserved(more))
+            # The one step that makes them the sequence's: whoever is interrupted earlier gives them back right here,
+            # and from now on the end of the sequence does.
+            self._blocks = [*before, *more]
         except BaseException:
-            with self.link.guard:
+            if self._blocks is before:
                 # Unmap comes before release, always: where this fails too, they stay reserved until the session ends.
-                storage.detach(len(self._blocks))
-            self._post_release(reserved=more)
+                self.link.guard.run(lambda: self._take_back(storage))
+                landing.give_up()
             raise
-        self._blocks += more
 
-    def _reserve(self, needed: int, roomy: int, *, shared: list[BlockId]) -> Verb[list[BlockId]]:
+    def _take_back(self, storage: Storage) -> None:
+        """Nothing of an extension that failed stays mapped, or writable through a storage that was left for it."""
+        storage.detach(len(self._blocks))
+        self._freeze_retired()
+
+    def _freeze_retired(self) -> None:
+        for storage in self._retired:
+            storage.freeze()
+
+    def _reserve(self, landing: Landing, needed: int, roomy: int, *, shared: list[BlockId]) -> Verb[list[BlockId]]:
         """New reservations, `roomy` of them or at least `needed`, and another reference on each of `shared`."""
         self.link.require_alive()
         for count in (roomy, needed):
@@ -117,7 +138,7 @@ class SequenceCore(SequenceState):
                 else Reserve(self.link.next_id(), self.link.epoch, handle, count)
             )
             try:
-                return list(unpack_block_ids(expect((yield request), Reserved).blocks))
+                return list(unpack_block_ids(expect((yield landing.awaits(request)), Reserved).blocks))
             except OutOfBlocks:
                 # What is reserved ahead is a convenience; what is needed may still fit.
                 if count == needed:
@@ -126,20 +147,24 @@ class SequenceCore(SequenceState):
 
     def _attach_reserved(self, more: list[BlockId]) -> None:
         before = self._storage
-        self._storage = attach_reserved(
+        after = attach_reserved(
             before,
             len(self._blocks),
             more,
             num_tokens=max(self._written),
             populate=self._options.populate,
         )
-        if self._storage is before:
+        if after is before:
             return
-        self._num_copied_bytes += before.num_copied_bytes
+        num_copied_bytes = self._num_copied_bytes + before.num_copied_bytes
+        left, retired = self._retired, [*self._retired, before]
+        # No call between the stores, so that no signal is heeded there.
+        self._storage, self._retired, self._num_copied_bytes = after, retired, num_copied_bytes
         if before.has_live_views():
-            self._retired.append(before)
+            self._freeze_retired()
         else:
             before.close()
+            self._retired = left
 
     def commit(self, token_ids: Tokens | None, stream: Stream | None = None) -> Verb[int]:
         """Seals every full block that is named and written; returns how many tokens are sealed.
@@ -179,12 +204,10 @@ class SequenceCore(SequenceState):
             self._computed_s,
         )
         try:
-            with self.link.guard:
-                self._storage.publish(first, own)
+            self.link.guard.run(lambda: self._storage.publish(first, own))
             standing = unpack_block_ids(expect((yield request), Sealed).blocks)
         except KvdError:
-            with self.link.guard:
-                self._storage.unpublish(first, stop - first)
+            self.link.guard.run(lambda: self._storage.unpublish(first, stop - first))
             raise
         self._blocks[first:stop] = standing
         self._own_copies |= {
@@ -206,9 +229,8 @@ class SequenceCore(SequenceState):
         standing = {place: self._blocks[place] for place in self._own_copies}
         try:
             self._cache.memory.await_grants(list(standing.values()), writable=False)
-            with self.link.guard:
-                if not self._storage.replace(standing):
-                    return
+            if not self.link.guard.run(lambda: self._storage.replace(standing)):
+                return
         except CudaImportRefused:
             # Ours serve as well.
             return
@@ -217,6 +239,7 @@ class SequenceCore(SequenceState):
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """So many tokens were computed in so many seconds; the next seal says so. Too few tell nothing of a prefill."""
+        num_tokens = whole_number("num_tokens", num_tokens)
         if num_tokens >= MIN_PREFILL_TOKENS and 0 < seconds < math.inf:
             self._computed_tokens += num_tokens
             self._computed_s += seconds
@@ -224,8 +247,7 @@ class SequenceCore(SequenceState):
     def truncate(self, num_tokens: int) -> Verb[None]:
         """Forgets the tokens from `num_tokens` on."""
         self._require_open()
-        if not 0 <= num_tokens <= self.num_tokens:
-            raise InvalidRequest(f"a cut at {num_tokens} of {self.num_tokens} tokens")
+        num_tokens = whole_number("num_tokens", num_tokens, most=self.num_tokens)
         loses_bytes = num_tokens < max(self._written)
         if num_tokens < self.num_sealed_tokens or (loses_bytes and self._storage.has_live_views()):
             # Sealed blocks are immutable, and live tensors keep what they show: the sequence moves to other blocks.
@@ -238,8 +260,8 @@ class SequenceCore(SequenceState):
 
     def fork(self, max_tokens: int | None) -> Verb[SequenceCore]:
         """Another sequence with the same tokens; see `Sequence.fork`."""
+        max_tokens = self.max_tokens if max_tokens is None else whole_number("max_tokens", max_tokens, most=MAX_TOKENS)
         yield from self.commit(None)
-        max_tokens = self.max_tokens if max_tokens is None else max_tokens
         if max_tokens < max(self._written):
             raise SequenceTooLong(f"{max(self._written)} tokens do not fit max_tokens={max_tokens}")
         return (yield from self._branch(max(self._written), max_tokens))
@@ -250,35 +272,43 @@ class SequenceCore(SequenceState):
         num_shared = min(self._num_sealed, num_tokens // block_tokens)
         shared = self._blocks[:num_shared]
         roomy = min(max_tokens, num_tokens + self.link.reserve_ahead_tokens)
-        fresh = yield from self._reserve(
-            self.layout.num_blocks(num_tokens) - num_shared,
-            self.layout.num_blocks(roomy) - num_shared,
-            shared=shared,
-        )
         names = self._names.prefix(num_tokens)
         branch = SequenceCore(self.link, self._cache, names, max_tokens=max_tokens, options=self._options)
-        branch.start(num_shared, shared + fresh, num_announced=0)
-        branch.num_cached_tokens = min(self.num_cached_tokens, num_shared * block_tokens)
-        branch._num_copied_bytes += branch._storage.copy_tokens(self._storage, num_shared * block_tokens, num_tokens)
-        branch._written = [min(written, num_tokens) for written in self._written]
+        landing = Landing(self.link)
+        try:
+            fresh = yield from self._reserve(
+                landing,
+                self.layout.num_blocks(num_tokens) - num_shared,
+                self.layout.num_blocks(roomy) - num_shared,
+                shared=shared,
+            )
+            branch.start(num_shared, shared + fresh, num_announced=0)
+            branch.num_cached_tokens = min(self.num_cached_tokens, num_shared * block_tokens)
+            num_copied_bytes = branch._storage.copy_tokens(self._storage, num_shared * block_tokens, num_tokens)
+            branch._num_copied_bytes += num_copied_bytes
+            branch._written = [min(written, num_tokens) for written in self._written]
+        except BaseException:
+            branch.abandon(landing)
+            raise
         return branch
 
     def _become(self, successor: SequenceCore) -> None:
         """Takes the place of what this sequence was; its old mappings live as long as tensors over them do."""
-        with self.link.guard:
-            self._retire_all([self._storage, *self._retired])
-            self.link.sequence_closed(successor)
+        self.link.guard.run(lambda: self._give_way(successor))
         for name in ("_blocks", "_num_sealed", "_storage", "_written", "_own_copies", "_retired"):
             setattr(self, name, getattr(successor, name))
         self._num_copied_bytes += successor.num_copied_bytes
+
+    def _give_way(self, successor: SequenceCore) -> None:
+        self._retire_all([self._storage, *self._retired])
+        self.link.sequence_closed(successor)
 
     def close(self) -> None:
         """Gives everything back, at once or when the last view dies. Idempotent."""
         if not self.is_closed and not self.link.is_forked:
             # So that little is left to wait for under the guard.
             self._storage.quiesce()
-        with self.link.guard:
-            self._close_guarded()
+        self.link.guard.run(self._close_guarded)
 
     def close_when_collected(self, owner: object) -> None:
         """Closes when `owner`, which wraps this, is collected without having been closed."""
@@ -290,15 +320,14 @@ class SequenceCore(SequenceState):
             weakref.finalize(owner, close, self._close_guarded).atexit = False
 
     def _close_guarded(self) -> None:
-        if not self.is_closed:
-            self._end(storages=[self._storage, *self._retired])
-
-    def _end(self, *, storages: list[Storage]) -> None:
+        if self.is_closed:
+            return
         self.is_closed = True
-        if not self.link.is_forked:
-            self._drop_announcements(0)
-            self._retire_all(storages)
-            self.link.sequence_closed(self)
+        self._drop_announcements(0)
+        # One that failed to start has no storage yet.
+        own = [self._storage] if hasattr(self, "_storage") else []
+        self._retire_all([*own, *self._retired])
+        self.link.sequence_closed(self)
 
     def _retire_all(self, storages: list[Storage]) -> None:
         holdings = Holdings(

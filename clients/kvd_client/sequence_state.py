@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 from kvd.block import BlockId
 from kvd.errors import ClientClosed, ForkedClient, InvalidRequest, InvalidTokens, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, encode_tokens
+from kvd_client.arguments import whole_number
 from kvd_client.checksum import first_corrupt
 from kvd_client.link import Link
 from kvd_client.named_tokens import NamedTokens
 from kvd_client.opened_cache import OpenedCache
 from kvd_client.storage import Storage
+from kvd_client.tensors import import_torch
 from kvd_client.verb import Tokens
 
 if TYPE_CHECKING:
@@ -148,9 +150,11 @@ class SequenceState:
 
     def _gather(self, start: int, stop: int) -> None:
         if self._storage.num_parts(start, stop) > 1:
-            with self.link.guard:
-                self._require_open()
-                self._storage.gather()
+            self.link.guard.run(self._gather_guarded)
+
+    def _gather_guarded(self) -> None:
+        self._require_open()
+        self._storage.gather()
 
     def buffer(self, start: int, stop: int | None) -> memoryview:
         """The same, as bytes."""
@@ -159,7 +163,8 @@ class SequenceState:
 
     def _span(self, start: int, stop: int | None) -> tuple[int, int]:
         self._require_open()
-        stop = self.num_tokens if stop is None else stop
+        start = whole_number("start", start)
+        stop = self.num_tokens if stop is None else whole_number("stop", stop)
         if not 0 <= start <= stop <= self.capacity_tokens:
             raise InvalidRequest(f"tokens {start} to {stop} are not within the {self.capacity_tokens} reserved")
         return start, stop
@@ -179,6 +184,11 @@ class SequenceState:
         self._require_open()
         self._require_layer(layer)
         layout = self.layout
+        tensor_type = import_torch().Tensor
+        if not isinstance(keys, tensor_type) or not isinstance(values, tensor_type):
+            raise InvalidRequest(
+                f"keys and values must be torch tensors, not {type(keys).__name__} and {type(values).__name__}"
+            )
         num_new = keys.shape[1] if keys.dim() == 3 else -1
         wanted_shape = (layout.num_kv_heads, num_new, layout.head_dim)
         if tuple(keys.shape) != wanted_shape or tuple(values.shape) != wanted_shape:
@@ -202,7 +212,8 @@ class SequenceState:
     def advance(self, num_tokens: int) -> None:
         """Counts tokens that were written through `array` or `buffer`."""
         self._require_open()
-        if num_tokens < 0 or max(self._written) + num_tokens > self.capacity_tokens:
+        num_tokens = whole_number("num_tokens", num_tokens)
+        if max(self._written) + num_tokens > self.capacity_tokens:
             raise SequenceTooLong(
                 f"{num_tokens} tokens more than {max(self._written)}; {self.capacity_tokens} are reserved"
             )
@@ -215,8 +226,7 @@ class SequenceState:
             raise ClientClosed("the sequence was closed")
 
     def _require_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layout.num_layers:
-            raise InvalidRequest(f"layer {layer} of {self.layout.num_layers}")
+        whole_number("layer", layer, most=self.layout.num_layers - 1)
 
     def _require_fits(self, num_tokens: int) -> None:
         if num_tokens > self.max_tokens:

@@ -63,6 +63,9 @@ class SessionSocket:
         except TimeoutError as error:
             self._socket.close()
             raise RequestTimeout(f"the daemon in {runtime_dir} did not greet within {timeout_s} s") from error
+        except ConnectionError as error:
+            self._socket.close()
+            raise DaemonUnavailable(f"the daemon in {runtime_dir} ended as this client connected ({error})") from error
         except OSError as error:
             self._socket.close()
             raise ConnectionFailed(f"the session socket in {runtime_dir}: {error}") from error

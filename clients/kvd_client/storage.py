@@ -70,6 +70,13 @@ class Storage(ABC):
         """The seal failed: writable again."""
 
     @abstractmethod
+    def freeze(self) -> None:
+        """The sequence has left this storage: what is still written through a view faults, or stays in this process.
+
+        As far as anything protects that kind of memory.
+        """
+
+    @abstractmethod
     def replace(self, standing: Mapping[int, BlockId]) -> bool:
         """Puts other sealed blocks with the same content in the places of ours, if that can be. No view lives.
 

@@ -6,19 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvd.block import ChainHash, NamespaceDigest
-from kvd.errors import CorruptBlock, CudaImportRefused, InvalidRequest, OutOfBlocks, SequenceTooLong
-from kvd.hashing import TOKEN_NBYTES, chain_hashes, encode_tokens, pack_hashes
+from kvd.errors import CorruptBlock, CudaImportRefused, OutOfBlocks, SequenceTooLong
+from kvd.hashing import TOKEN_NBYTES, chain_hashes, pack_hashes
 from kvd.protocol.replies import Begun, CacheOpened, Done, Matched, Reserved, StatusReply, Verified
 from kvd.protocol.requests import Begin, Check, Match, OpenCache, Release, Reserve, Status, Verify
 from kvd.protocol.wire import unpack_block_ids
 from kvd.status import Snapshot
+from kvd_client.arguments import MAX_TOKENS, seconds, whole_number
+from kvd_client.landing import Landing
 from kvd_client.link import Link
 from kvd_client.named_tokens import NamedTokens
 from kvd_client.opened_cache import CacheSpec, OpenedCache, tell_staged, why_not_mapped
 from kvd_client.options import DEFAULT_GROWTH_TOKENS
 from kvd_client.sequence_core import SequenceCore
 from kvd_client.sequence_state import SequenceOptions
-from kvd_client.verb import Tokens, Verb, expect
+from kvd_client.verb import Verb, expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,8 @@ def _open_request(link: Link, spec: CacheSpec, *, staged: bool) -> OpenCache:
     )
 
 
-def match(link: Link, spec: CacheSpec, token_ids: Tokens) -> Verb[int]:
-    """How many leading tokens are resident."""
-    tokens = encode_tokens(token_ids)
+def match(link: Link, spec: CacheSpec, tokens: bytes) -> Verb[int]:
+    """How many leading tokens are resident; `tokens` as `encode_tokens` gives them."""
     cache = yield from open_cache(link, spec)
     hashes = _hashes(cache, tokens)
     reply = yield Match(link.next_id(), link.epoch, cache.handle, pack_hashes(hashes))
@@ -117,16 +118,20 @@ def allocate(
     link: Link, spec: CacheSpec, num_tokens: int, *, max_tokens: int | None, options: SequenceOptions
 ) -> Verb[SequenceCore]:
     """A sequence without token ids, all of it reserved."""
-    most = num_tokens if max_tokens is None else max_tokens
-    if num_tokens < 1:
-        raise InvalidRequest(f"a sequence of {num_tokens} tokens")
-    _require_room(num_tokens, most)
+    num_tokens = whole_number("num_tokens", num_tokens, least=1, most=MAX_TOKENS)
+    most = _max_tokens(num_tokens, num_tokens if max_tokens is None else max_tokens)
 
     def reserve(cache: OpenedCache) -> Verb[SequenceCore]:
         num_blocks = spec.namespace.layout.num_blocks(num_tokens)
-        reserved = expect((yield Reserve(link.next_id(), link.epoch, cache.handle, num_blocks)), Reserved)
         core = SequenceCore(link, cache, _names(cache), max_tokens=most, options=options)
-        core.start(0, unpack_block_ids(reserved.blocks), num_announced=0)
+        landing = Landing(link)
+        try:
+            request = Reserve(link.next_id(), link.epoch, cache.handle, num_blocks)
+            reserved = expect((yield landing.awaits(request)), Reserved)
+            core.start(0, unpack_block_ids(reserved.blocks), num_announced=0)
+        except BaseException:
+            core.abandon(landing)
+            raise
         return core
 
     return (yield from _mapped_or_staged(link, spec, reserve))
@@ -149,7 +154,7 @@ def _mapped_or_staged(
 def begin(
     link: Link,
     spec: CacheSpec,
-    token_ids: Tokens,
+    tokens: bytes,
     *,
     max_tokens: int | None,
     wait_s: float | None,
@@ -157,12 +162,14 @@ def begin(
     announce: bool,
     options: SequenceOptions,
 ) -> Verb[SequenceCore]:
-    """The longest cached prefix attached, the rest reserved and announced: one round trip."""
-    tokens = encode_tokens(token_ids)
+    """The longest cached prefix attached, the rest reserved and announced: one round trip.
+
+    `tokens` as `encode_tokens` gives them.
+    """
     layout = spec.namespace.layout
     num_tokens = len(tokens) // TOKEN_NBYTES
-    most = num_tokens + DEFAULT_GROWTH_TOKENS if max_tokens is None else max_tokens
-    _require_room(num_tokens, most)
+    most = _max_tokens(num_tokens, num_tokens + DEFAULT_GROWTH_TOKENS if max_tokens is None else max_tokens)
+    bound_s = None if wait_s is None else seconds("wait_s", wait_s)
     needed = layout.num_blocks(num_tokens)
     ahead = layout.num_blocks(min(most, num_tokens + link.reserve_ahead_tokens))
 
@@ -180,20 +187,32 @@ def begin(
                 max_cached=max(0, num_tokens - 1) // layout.block_tokens,
                 num_blocks=num_blocks,
                 announce=announce,
-                wait_s=wait_s,
+                wait_s=bound_s,
                 with_checksums=verify,
             )
 
-        try:
-            reply = yield ask(ahead)
-        except OutOfBlocks:
-            if ahead == needed:
-                raise
-            # What is reserved ahead is a convenience; the prompt itself may still fit.
-            reply = yield ask(needed)
-        begun = expect(reply, Begun)
         core = SequenceCore(link, cache, _names(cache, tokens, hashes), max_tokens=most, options=options)
-        core.start(begun.num_cached, unpack_block_ids(begun.blocks), num_announced=begun.num_announced)
+        if not ahead:
+            # Nothing is asked for, and there is nothing to find: it gets its blocks when it grows.
+            core.start(0, [], num_announced=0)
+            return core
+        landing = Landing(link)
+        try:
+            try:
+                reply = yield landing.awaits(ask(ahead))
+            except OutOfBlocks:
+                if ahead == needed:
+                    raise
+                # What is reserved ahead is a convenience; the prompt itself may still fit.
+                if not needed:
+                    core.start(0, [], num_announced=0)
+                    return core
+                reply = yield landing.awaits(ask(needed))
+            begun = expect(reply, Begun)
+            core.start(begun.num_cached, unpack_block_ids(begun.blocks), num_announced=begun.num_announced)
+        except BaseException:
+            core.abandon(landing)
+            raise
         if verify:
             _verify(core, begun)
         return core
@@ -215,9 +234,11 @@ def _verify(core: SequenceCore, begun: Begun) -> None:
         )
 
 
-def _require_room(num_tokens: int, max_tokens: int) -> None:
+def _max_tokens(num_tokens: int, max_tokens: int) -> int:
+    max_tokens = whole_number("max_tokens", max_tokens, most=MAX_TOKENS)
     if num_tokens > max_tokens:
         raise SequenceTooLong(f"{num_tokens} tokens do not fit max_tokens={max_tokens}")
+    return max_tokens
 
 
 def _hashes(cache: OpenedCache, tokens: bytes) -> list[ChainHash]:

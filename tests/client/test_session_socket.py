@@ -151,6 +151,23 @@ def test_a_daemon_that_closes_without_a_word_is_unavailable(tmp_path: Path, list
     assert isinstance(refusal(tmp_path, listener, refuse), DaemonUnavailable)
 
 
+@pytest.mark.parametrize(
+    "told", [ConnectionResetError, BrokenPipeError, ConnectionRefusedError, ConnectionAbortedError]
+)
+@pytest.mark.parametrize("at", ["_connect", "_greeting"])
+@pytest.mark.usefixtures("listener")
+def test_a_daemon_that_goes_is_unavailable_however_the_kernel_puts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, told: type[ConnectionError]
+) -> None:
+    def tell(*_arguments: object) -> None:
+        raise told("the kernel's word")
+
+    monkeypatch.setattr(SessionSocket, at, tell)
+    with pytest.raises(DaemonUnavailable, match="ended as this client connected") as raised:
+        SessionSocket(tmp_path, label="", timeout_s=10)
+    assert isinstance(raised.value.__cause__, told)
+
+
 @pytest.mark.parametrize("num_lines", range(1, 7))
 def test_a_link_is_lost_once_though_another_comes_in_between_two_lines(
     client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch, num_lines: int
