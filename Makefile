@@ -2,7 +2,7 @@
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo bench test test-systemd lint types layers pytest system gpu-check clean
+.PHONY: help demo bench test test-engines test-systemd test-llama-cpp-python lint types layers pytest system gpu-check clean
 
 BIN := .venv/bin
 RUN := .venv/.kvd-run
@@ -18,10 +18,17 @@ demo: $(RUN)  ## processes share a real model's KV cache
 bench: $(RUN)  ## the numbers, each beside its limit
 	@$(BIN)/kvd bench --quick
 
-test: lint types layers pytest  ## everything that must pass before a change goes in
+test: lint types layers pytest  ## everything but the engines and systemd, which have targets of their own
+
+test-engines: $(DEV) system  ## transformers and llama.cpp: real models, real servers
+	@$(BIN)/pytest -q tests/engines
 
 test-systemd: $(DEV) system  ## the service in a real systemd, in a container (as root; builds its root under .cache)
 	@root=$$(tools/systemd-root) && KVD_SYSTEMD_ROOT=$$root $(BIN)/pytest -q tests/system
+
+test-llama-cpp-python: $(DEV)  ## the cache of llama-cpp-python in the real one (which takes 17 minutes to build)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python>=0.3.16'
+	@KVD_LLAMA_CPP_PYTHON=1 $(BIN)/pytest -q tests/engines/llama_cpp/test_llama_cpp_python.py
 
 lint: $(DEV)  ## ruff: rules and formatting
 	@$(BIN)/ruff check
@@ -33,8 +40,8 @@ types: $(DEV)  ## mypy, strict
 layers: $(DEV)  ## import-linter: imports go downwards only
 	@$(BIN)/lint-imports --no-cache --no-logo
 
-pytest: $(DEV) system  ## the tests alone
-	@$(BIN)/pytest -q
+pytest: $(DEV) system  ## the tests alone, on two cores
+	@$(BIN)/pytest -q -n 2 --dist loadgroup --ignore tests/engines tests
 
 system:  ## Debian packages that tests use (installed when run as root)
 	@tools/system-packages

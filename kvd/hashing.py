@@ -12,7 +12,8 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import SupportsIndex, cast
@@ -80,17 +81,23 @@ def encode_tokens(token_ids: Iterable[SupportsIndex]) -> bytes:
 
     Takes lists, tuples and other iterables of integers, one-dimensional numpy arrays and torch tensors of an integer
     type (a torch tensor of shape [1, n] too). Raises `InvalidTokens` for anything else: negative ids, ids above
-    2**32-1, floats, bools.
+    2**32-1, floats, bools, and collections without an order.
     """
     values: list[SupportsIndex]
     if type(token_ids) is list:
         values = token_ids
     elif isinstance(token_ids, (bytes, bytearray, memoryview, str)):
         raise InvalidTokens(f"token ids must be integers, not {type(token_ids).__name__}")
+    elif isinstance(token_ids, (AbstractSet, Mapping)):
+        raise InvalidTokens(f"token ids must be in a sequence; a {type(token_ids).__name__} has no order to rely on")
     elif hasattr(token_ids, "dtype") and hasattr(token_ids, "tolist"):
         values = _array_values(token_ids)
     else:
-        values = list(token_ids)
+        try:
+            iterator = iter(token_ids)
+        except TypeError as error:
+            raise InvalidTokens(f"token ids must be integers in a sequence, not {type(token_ids).__name__}") from error
+        values = list(iterator)
     packed = array("I")
     try:
         # No id may be lost silently: array("I") takes __index__ only, and refuses what does not fit 32 bits.

@@ -6,9 +6,11 @@ three states: reserved (any access faults), mapped read-only, mapped writable.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 
-from kvd.errors import ClientClosed
+from kvd.errors import ClientClosed, KvdError
 from kvd_client import libc
 
 HUGE_PAGE_NBYTES = 2 << 20
@@ -18,12 +20,12 @@ _RESERVED = libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_NORESERVE
 
 class AddressRange:
     """`nbytes` of address space; no thread is excluded, the owner sees to that. Unmapped by `close`, which is
-    idempotent.
+    idempotent, or with the object when no view over it was ever made.
 
     Nothing in here is inherited by a forked child, nor written to a core dump.
     """
 
-    __slots__ = ("_base", "_bytes", "address", "nbytes")
+    __slots__ = ("_base", "_bytes", "_pid", "address", "is_viewed", "nbytes")
 
     def __init__(self, nbytes: int, phase: int = 0) -> None:
         """`phase` is what the address leaves modulo 2 MiB.
@@ -32,6 +34,10 @@ class AddressRange:
         one: a segment's memory is in huge pages wherever the daemon could have them.
         """
         self.nbytes = nbytes
+        self.address = 0
+        self.is_viewed = False
+        """Whether anybody was given a view over it."""
+        self._pid = os.getpid()
         self._base = libc.mmap(0, nbytes + HUGE_PAGE_NBYTES, libc.PROT_NONE, _RESERVED)
         self.address = self._base + (phase - self._base) % HUGE_PAGE_NBYTES
         libc.keep_to_process(self._base, nbytes + HUGE_PAGE_NBYTES)
@@ -47,7 +53,11 @@ class AddressRange:
         protection = libc.PROT_READ | libc.PROT_WRITE if writable else libc.PROT_READ
         flags = libc.MAP_SHARED | libc.MAP_FIXED
         libc.mmap(self.address + offset, nbytes, protection, flags, fd, fd_offset)
-        libc.keep_to_process(self.address + offset, nbytes)
+        try:
+            libc.keep_to_process(self.address + offset, nbytes)
+        except KvdError:
+            self.forget(offset, nbytes)
+            raise
 
     def make_resident(self, offset: int, nbytes: int) -> None:
         """Fills the page table for one mapping of pages that are in memory, by reading a byte of each 64 KiB.
@@ -82,5 +92,16 @@ class AddressRange:
     def close(self) -> None:
         """Unmaps everything. The caller has made sure that no view over it is left."""
         if self.address:
-            libc.munmap(self._base, self.nbytes + HUGE_PAGE_NBYTES)
-            self.address = 0
+            address, self.address = self.address, 0
+            try:
+                libc.munmap(self._base, self.nbytes + HUGE_PAGE_NBYTES)
+            except KvdError:
+                self.address = address
+                raise
+
+    def __del__(self) -> None:
+        # Dropped half made, by an error or a signal. Where a view was made it may outlive this object; and in a forked
+        # child the addresses may be somebody else's.
+        if getattr(self, "address", 0) and not self.is_viewed and self._pid == os.getpid():
+            with contextlib.suppress(KvdError):
+                self.close()

@@ -8,7 +8,7 @@
             await seq.commit()
 
 A cancelled call leaves nothing behind: what the daemon still answers is given back. Mapping and copying happen on the
-event loop's thread (about 2 ms for 2048 tokens of a 135M model).
+event loop's thread (about 2 ms for 2048 tokens of a 135M model), and so does waiting for a card.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvd.blobs import DEFAULT_BLOCK_NBYTES
-from kvd.hashing import Namespace
+from kvd.hashing import Namespace, encode_tokens
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
 from kvd_client import tier_verbs, verbs
 from kvd_client.aio_blobs import Blobs
 from kvd_client.aio_runner import AsyncRunner
+from kvd_client.arguments import whole_number
+from kvd_client.device_order import Stream
+from kvd_client.opened_cache import CacheSpec, Mode, OpenedCache
 from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.sequence_core import SequenceCore
 from kvd_client.sequence_state import SequenceOptions
@@ -108,13 +111,17 @@ class Client:
         adapter: str = "",
         salt: str = "",
         checksums: bool = False,
+        device: str = "",
+        staged: bool = False,
+        ask_only: bool = False,
     ) -> Cache:
         """See `kvd_client.Client.cache`."""
         namespace = Namespace(
             model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt
         )
-        opened = await self._runner.run(lambda link: verbs.open_cache(link, namespace))
-        return Cache(self._runner, namespace, opened.digest, checksums=checksums)
+        spec = CacheSpec(namespace, device, staged, ask_only)
+        opened = await self._runner.run(lambda link: verbs.open_cache(link, spec))
+        return Cache(self._runner, opened, checksums=checksums)
 
     def blobs(self, name: str, *, salt: str = "", block_nbytes: int = DEFAULT_BLOCK_NBYTES) -> Blobs:
         """See `kvd_client.Client.blobs`."""
@@ -126,7 +133,9 @@ class Client:
 
     async def reach(self, namespace: bytes, block_tokens: int, token_ids: Tokens) -> Reach:
         """See `kvd_client.Client.reach`."""
-        return await self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, token_ids))
+        tokens = encode_tokens(token_ids)
+        block_tokens = whole_number("block_tokens", block_tokens, least=1)
+        return await self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, tokens))
 
     async def check(self) -> None:
         """Has the daemon verify every invariant of its pools."""
@@ -170,27 +179,41 @@ class Client:
 class Cache:
     """The cached sequences of one namespace; see `kvd_client.Cache`."""
 
-    def __init__(self, runner: AsyncRunner, namespace: Namespace, digest: bytes, *, checksums: bool) -> None:
+    def __init__(self, runner: AsyncRunner, opened: OpenedCache, *, checksums: bool) -> None:
         self._runner = runner
-        self._namespace = namespace
-        self._digest = digest
+        self._spec = opened.spec
+        self._first = opened
         self._checksums = checksums
-        self._ledger = Ledger(namespace.layout.block_tokens)
+        self._ledger = Ledger(opened.spec.namespace.layout.block_tokens)
 
     @property
     def namespace(self) -> Namespace:
         """What must be equal for KV to be exchangeable."""
-        return self._namespace
+        return self._spec.namespace
+
+    @property
+    def device(self) -> str:
+        """See `kvd_client.Cache.device`."""
+        return self._opened.device
+
+    @property
+    def mode(self) -> Mode:
+        """See `kvd_client.Cache.mode`."""
+        return self._opened.mode
+
+    @property
+    def _opened(self) -> OpenedCache:
+        return self._runner.link.caches.get(self._spec, self._first)
 
     @property
     def digest(self) -> bytes:
         """See `kvd_client.Cache.digest`."""
-        return self._digest
+        return self._first.digest
 
     @property
     def layout(self) -> KVLayout:
         """The shape of a block."""
-        return self._namespace.layout
+        return self._spec.namespace.layout
 
     async def sequence(
         self,
@@ -204,12 +227,14 @@ class Cache:
         announce: bool = True,
     ) -> Sequence:
         """See `kvd_client.Cache.sequence`."""
+        # Here, not in the verb, which runs again after a restart: an iterator gives its ids once.
+        tokens = encode_tokens(token_ids)
         options = SequenceOptions(materialize=materialize, populate=populate, checksums=self._checksums)
         core = await self._runner.run(
             lambda link: verbs.begin(
                 link,
-                self._namespace,
-                token_ids,
+                self._spec,
+                tokens,
                 max_tokens=max_tokens,
                 wait_s=wait_s,
                 verify=verify,
@@ -225,25 +250,29 @@ class Cache:
         """See `kvd_client.Cache.allocate_sequence`."""
         options = SequenceOptions(materialize=False, populate=populate, checksums=self._checksums)
         core = await self._runner.run(
-            lambda link: verbs.allocate(link, self._namespace, num_tokens, max_tokens=max_tokens, options=options)
+            lambda link: verbs.allocate(link, self._spec, num_tokens, max_tokens=max_tokens, options=options)
         )
         return Sequence(self._runner, core)
 
     async def match(self, token_ids: Tokens) -> int:
         """See `kvd_client.Cache.match`."""
-        return await self._runner.run(lambda link: verbs.match(link, self._namespace, token_ids))
+        tokens = encode_tokens(token_ids)
+        return await self._runner.run(lambda link: verbs.match(link, self._spec, tokens))
 
     async def reach(self, token_ids: Tokens) -> Reach:
         """See `kvd_client.Cache.reach`."""
-        return await self._runner.run(lambda link: tier_verbs.reach(link, self._namespace, token_ids))
+        tokens = encode_tokens(token_ids)
+        return await self._runner.run(lambda link: tier_verbs.reach(link, self._spec, tokens))
 
     async def prefetch(self, token_ids: Tokens) -> None:
         """See `kvd_client.Cache.prefetch`."""
-        await self._runner.run(lambda link: tier_verbs.prefetch(link, self._namespace, token_ids))
+        tokens = encode_tokens(token_ids)
+        await self._runner.run(lambda link: tier_verbs.prefetch(link, self._spec, tokens))
 
     async def pin(self, token_ids: Tokens, *, label: str = "") -> Pinned:
         """See `kvd_client.Cache.pin`."""
-        return await self._runner.run(lambda link: tier_verbs.pin(link, self._namespace, token_ids, label=label))
+        tokens = encode_tokens(token_ids)
+        return await self._runner.run(lambda link: tier_verbs.pin(link, self._spec, tokens, label=label))
 
     async def get_or_compute(
         self,
@@ -278,7 +307,7 @@ class Cache:
 
     async def statistics(self) -> CacheStatistics:
         """See `kvd_client.Cache.statistics`."""
-        return await self._runner.run(lambda link: self._ledger.with_daemons(link, self._digest))
+        return await self._runner.run(lambda link: self._ledger.with_daemons(link, self.digest))
 
 
 class Sequence(SequenceView):
@@ -305,9 +334,9 @@ class Sequence(SequenceView):
         """See `kvd_client.Sequence.extend`."""
         await self._exclusively(self._core.extend(num_tokens))
 
-    async def commit(self, token_ids: Tokens | None = None) -> int:
-        """See `kvd_client.Sequence.commit`."""
-        return await self._exclusively(self._core.commit(token_ids))
+    async def commit(self, token_ids: Tokens | None = None, *, stream: Stream | None = None) -> int:
+        """See `kvd_client.Sequence.commit`. The event loop waits for the stream too."""
+        return await self._exclusively(self._core.commit(token_ids, stream))
 
     async def truncate(self, num_tokens: int) -> None:
         """See `kvd_client.Sequence.truncate`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections import deque
 from typing import Any
 
@@ -23,6 +25,7 @@ class AsyncChannel:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
         self._context = zmq.asyncio.Context(io_threads=1)
         self._dealer = self._context.socket(zmq.DEALER)
         dealer.connect(self._dealer, link)
@@ -77,18 +80,29 @@ class AsyncChannel:
     async def _receive(self) -> None:
         while True:
             reply = wire.decode_reply(await self._dealer.recv())
+            landing = self._link.landings.pop(reply.request_id, None)
+            if landing is not None:
+                landing.receive(reply)
             waiter = self._waiters.get(reply.request_id)
             if waiter is not None and not waiter.done():
                 waiter.set_result(reply)
 
-    def _stop_reading(self) -> None:
+    def stop_reading(self) -> None:
+        """The session is over, or about to be. On the loop's thread. Idempotent."""
         # Once only: by the second time the number may be the session socket of the next link, in the same loop.
         fd, self._session_fd = self._session_fd, -1
         if fd >= 0:
             self._loop.remove_reader(fd)
 
     def _on_lost(self) -> None:
-        self._stop_reading()
+        if threading.get_ident() == self._thread_id:
+            self._tell_waiters()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits
+            self._loop.call_soon_threadsafe(self._tell_waiters)
+
+    def _tell_waiters(self) -> None:
+        self.stop_reading()
         for waiter in self._waiters.values():
             if not waiter.done():
                 waiter.set_exception(self._link.lost or ConnectionFailed("the session is over"))
@@ -98,7 +112,7 @@ class AsyncChannel:
         if self._closed:
             return
         self._closed = True
-        self._stop_reading()
+        self.stop_reading()
         self._receiver.cancel()
         await asyncio.wait([self._receiver])
         self._dealer.close()

@@ -72,7 +72,12 @@ class AsyncRunner:
                     raise
         await self._reconnect(link)
         link, channel = self._current
-        return await self._drive(channel, make_verb(link))
+        try:
+            return await self._drive(channel, make_verb(link))
+        except DaemonRestarted as error:
+            if not link.can_be_replaced:
+                raise
+            raise link.gone_again() from error
 
     async def _drive(self, channel: AsyncChannel, verb: Verb[T]) -> T:
         timeout_s = self._options.timeout_s
@@ -83,6 +88,10 @@ class AsyncRunner:
         except StopIteration as stop:
             result: T = stop.value
             return result
+        except BaseException:
+            # Interrupted between two requests, it puts right at once what it has begun.
+            verb.close()
+            raise
 
     async def _reconnect(self, lost: Link) -> None:
         async with self._reconnecting:
@@ -93,6 +102,8 @@ class AsyncRunner:
                 return  # another task was first
             if not lost.can_be_replaced:
                 lost.require_alive()
+            # The number of its session socket may be the next one's, which the same loop is to read.
+            channel.stop_reading()
             await self.connect()
             await channel.close()
             lost.close_when_unmapped()
@@ -120,6 +131,8 @@ class AsyncRunner:
                 # Abandoned verbs end with the link.
                 await asyncio.wait(set(self._background))
             await channel.close()
+            if link.is_on_card:
+                await asyncio.to_thread(link.await_device_memory)
 
 
 def _give_back(task: asyncio.Task[Any]) -> None:

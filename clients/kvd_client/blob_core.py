@@ -10,17 +10,21 @@ from typing import TypeAlias
 import xxhash
 
 from kvd.blobs import HEAD_NBYTES, MAX_BLOCKS, BlobHead, head_hash
-from kvd.block import BlockId, ChainHash, NamespaceDigest
-from kvd.errors import CorruptBlock, InvalidRequest, OutOfMemory
+from kvd.block import HOST, BlockId, ChainHash, NamespaceDigest
+from kvd.errors import CorruptBlock, EngineUnsupported, InvalidRequest, OutOfMemory
 from kvd.hashing import Namespace, pack_hashes
 from kvd.protocol.replies import Begun, Forgotten, FoundLast, Matched, Reserved, Sealed
 from kvd.protocol.requests import Begin, FindLast, Forget, Match, Reserve, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd_client import verbs
 from kvd_client.address_range import HUGE_PAGE_NBYTES
-from kvd_client.link import Holdings, Link, OpenedCache
+from kvd_client.arguments import seconds
+from kvd_client.landing import Landing
+from kvd_client.link import Holdings, Link
+from kvd_client.mapped_storage import MappedStorage, has_room_for
+from kvd_client.opened_cache import CacheSpec, OpenedCache
 from kvd_client.releases import releases
-from kvd_client.storage import MappedStorage, has_room_for
+from kvd_client.segments import PoolMemory
 from kvd_client.verb import Verb, expect
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -61,7 +65,7 @@ def latest(link: Link, spaces: Spaces, keys: Sequence[bytes]) -> Verb[int | None
     """One round trip."""
     if len(keys) > MAX_BLOCKS:
         raise InvalidRequest(f"{len(keys)} keys at once; at most {MAX_BLOCKS} fit a message")
-    heads = yield from verbs.open_cache(link, spaces.heads)
+    heads = yield from _open(link, spaces.heads)
     names = [_name(heads, key) for key in keys]
     if not names:
         return None
@@ -72,8 +76,8 @@ def put(
     link: Link, spaces: Spaces, keys: Sequence[bytes], parts: Sequence[memoryview], head: BlobHead, *, replace: bool
 ) -> Verb[bool]:
     """The body first, then the heads: nobody finds what is not whole."""
-    heads = yield from verbs.open_cache(link, spaces.heads)
-    bodies = yield from verbs.open_cache(link, spaces.bodies)
+    heads = yield from _open(link, spaces.heads)
+    bodies = yield from _open(link, spaces.bodies)
     names = list(dict.fromkeys(_name(heads, key) for key in keys))
     hashes = head.body_hashes(NamespaceDigest(bodies.digest), spaces.block_nbytes)
     if not replace and (yield from _last(link, heads, names[:1])) is not None:
@@ -94,7 +98,7 @@ def put(
 
 def size(link: Link, spaces: Spaces, key: bytes) -> Verb[int | None]:
     """Reads the head alone."""
-    heads = yield from verbs.open_cache(link, spaces.heads)
+    heads = yield from _open(link, spaces.heads)
     head = yield from _read_head(link, heads, _name(heads, key))
     return None if head is None else head.nbytes
 
@@ -103,8 +107,8 @@ def get(
     link: Link, spaces: Spaces, key: bytes, into: memoryview | None, wait_s: float | None
 ) -> Verb[memoryview | None]:
     """Head, then body; whole or not at all."""
-    heads = yield from verbs.open_cache(link, spaces.heads)
-    bodies = yield from verbs.open_cache(link, spaces.bodies)
+    heads = yield from _open(link, spaces.heads)
+    bodies = yield from _open(link, spaces.bodies)
     name = _name(heads, key)
     head = yield from _read_head(link, heads, name, wait_s)
     if head is None:
@@ -129,8 +133,8 @@ def get(
 
 def delete(link: Link, spaces: Spaces, key: bytes) -> Verb[bool]:
     """The head first, so that nobody begins to read what is about to go."""
-    heads = yield from verbs.open_cache(link, spaces.heads)
-    bodies = yield from verbs.open_cache(link, spaces.bodies)
+    heads = yield from _open(link, spaces.heads)
+    bodies = yield from _open(link, spaces.bodies)
     name = _name(heads, key)
     head = yield from _read_head(link, heads, name)
     if head is None:
@@ -138,6 +142,17 @@ def delete(link: Link, spaces: Spaces, key: bytes) -> Verb[bool]:
     yield from _forget(link, heads, [name])
     yield from _forget(link, bodies, _body_hashes(head, bodies, spaces))
     return True
+
+
+def _open(link: Link, namespace: Namespace) -> Verb[OpenedCache]:
+    # Bytes are read and written by the CPU, so on a daemon with a card they are in host memory beside it.
+    return (yield from verbs.open_cache(link, CacheSpec(namespace, device=HOST)))
+
+
+def _memory(cache: OpenedCache) -> PoolMemory:
+    if not isinstance(cache.memory, PoolMemory):
+        raise EngineUnsupported(f"blobs are in host memory, and this daemon has them on {cache.device}")
+    return cache.memory
 
 
 def _name(heads: OpenedCache, key: bytes) -> ChainHash:
@@ -170,10 +185,15 @@ def _attach(
         max_cached=num,
         num_blocks=num,
         announce=False,
-        wait_s=wait_s,
+        wait_s=None if wait_s is None else seconds("wait_s", wait_s),
         whole=True,
     )
-    return unpack_block_ids(expect((yield request), Begun).blocks)
+    landing = Landing(link)
+    try:
+        return unpack_block_ids(expect((yield landing.awaits(request)), Begun).blocks)
+    except BaseException:
+        landing.give_up()
+        raise
 
 
 def _read_head(link: Link, heads: OpenedCache, name: ChainHash, wait_s: float | None = None) -> Verb[BlobHead | None]:
@@ -199,7 +219,12 @@ def _store(
     if not hashes:
         return []
     request = Reserve(link.next_id(), link.epoch, cache.handle, len(hashes))
-    own = unpack_block_ids(expect((yield request), Reserved).blocks)
+    landing = Landing(link)
+    try:
+        own = unpack_block_ids(expect((yield landing.awaits(request)), Reserved).blocks)
+    except BaseException:
+        landing.give_up()
+        raise
     try:
         _write(link, cache, own, parts)
         seal = Seal(link.next_id(), link.epoch, cache.handle, pack_block_ids(own), pack_hashes(hashes))
@@ -239,7 +264,7 @@ def _content(
     """The bytes of attached blocks: in `into`, else mapped, else copied. The blocks go back when none needs them."""
     if not blocks:
         return memoryview(b"") if into is None else into[:0]
-    if into is None and has_room_for(bodies.memory.num_runs(blocks)):
+    if into is None and has_room_for(_memory(bodies).num_runs(blocks)):
         try:
             return _mapped(link, bodies, blocks, nbytes)
         except OutOfMemory:
@@ -255,36 +280,29 @@ def _content(
     return view
 
 
-class _Mapping:
-    """Stands for a blob that is being mapped, among the sequences that a client closes."""
-
-    def close(self) -> None:
-        """It ends by itself in a moment."""
-
-
 def _mapped(link: Link, bodies: OpenedCache, blocks: Sequence[BlockId], nbytes: int) -> memoryview:
-    memory, layout = bodies.memory, bodies.namespace.layout
+    memory, layout = _memory(bodies), bodies.namespace.layout
     memory.await_grants(blocks, writable=False)
-    mapping = _Mapping()
-    with link.guard:
+
+    def map_guarded() -> memoryview:
         storage = MappedStorage(layout, len(blocks), memory, memory.phase(blocks) % HUGE_PAGE_NBYTES)
         try:
             storage.attach(0, blocks, sealed=True, populate=True)
         except BaseException:
             storage.close()
             raise
-        link.sequence_opened(mapping)
         view = storage.bytes(0, len(blocks) * layout.block_tokens).toreadonly()[:nbytes]
-        link.sequence_closed(mapping)
         link.retire(Holdings(bodies.handle, [storage], references=list(blocks)))
-    return view
+        return view
+
+    return link.guard.run(map_guarded)
 
 
 def _read(link: Link, cache: OpenedCache, blocks: Sequence[BlockId], into: memoryview) -> None:
     """The first bytes of sealed blocks, as many as `into` takes."""
     start = 0
-    for run in cache.memory.runs(blocks, writable=False):
-        piece = into[start : start + run.num_blocks * cache.memory.block_nbytes]
+    for run in _memory(cache).runs(blocks, writable=False):
+        piece = into[start : start + run.num_blocks * _memory(cache).block_nbytes]
         fd = _duplicate(link, run.fd)
         try:
             num_read = 0
@@ -302,10 +320,10 @@ def _write(link: Link, cache: OpenedCache, blocks: Sequence[BlockId], parts: Seq
     """Writes the parts one after the other into reserved blocks."""
     # Through the descriptor rather than a mapping: no page is mapped here, so none has to be made read-only again.
     left = [part for part in parts if len(part)]
-    for run in cache.memory.runs(blocks, writable=True):
+    for run in _memory(cache).runs(blocks, writable=True):
         fd = _duplicate(link, run.fd)
         try:
-            offset, stop = run.offset, run.offset + run.num_blocks * cache.memory.block_nbytes
+            offset, stop = run.offset, run.offset + run.num_blocks * _memory(cache).block_nbytes
             while left and offset < stop:
                 piece = left[0][: min(stop - offset, _MAX_WRITE_NBYTES)]
                 written = os.pwrite(fd, piece, offset)
@@ -319,12 +337,15 @@ def _write(link: Link, cache: OpenedCache, blocks: Sequence[BlockId], parts: Seq
 
 def _duplicate(link: Link, fd: int) -> int:
     """A descriptor of our own: another thread may lose the link, which closes its descriptors, at any moment."""
-    with link.guard:
+
+    def duplicate_guarded() -> int:
         link.require_alive()
         try:
             return os.dup(fd)
         except OSError as error:
             raise OutOfMemory(f"no descriptor for a segment: {error}") from error
+
+    return link.guard.run(duplicate_guarded)
 
 
 def _release(

@@ -49,7 +49,12 @@ class Runner:
                     raise
         self._reconnect(link)
         link, channel = self._current
-        return self._drive(channel, make_verb(link))
+        try:
+            return self._drive(channel, make_verb(link))
+        except DaemonRestarted as error:
+            if not link.can_be_replaced:
+                raise
+            raise link.gone_again() from error
 
     def drive(self, verb: Verb[T]) -> T:
         """Drives a verb of an open sequence."""
@@ -64,8 +69,15 @@ class Runner:
         except StopIteration as stop:
             result: T = stop.value
             return result
+        except BaseException:
+            # Interrupted between two requests, it puts right at once what it has begun.
+            verb.close()
+            raise
 
     def _reconnect(self, lost: Link) -> None:
+        if lost.is_forked:
+            # Whoever held the lock when the process forked is not there to let go of it.
+            lost.require_alive()
         with self._reconnecting:
             if self._closed:
                 raise ClientClosed("the client was closed")
@@ -80,8 +92,11 @@ class Runner:
 
     def close(self) -> None:
         """See `Client.close`."""
+        if self.link.is_forked:
+            # Nothing is ours here; and whoever held the lock when the process forked is not there to let go of it.
+            return
         with self._reconnecting:
-            if self._closed or self.link.is_forked:
+            if self._closed:
                 return
             self._closed = True
         link, channel = self._current
@@ -96,3 +111,4 @@ class Runner:
         finally:
             link.close_when_unmapped()
             channel.close()
+            link.await_device_memory()

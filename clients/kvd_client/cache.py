@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvd.hashing import Namespace
+from kvd.hashing import Namespace, encode_tokens
 from kvd.layout import KVLayout
 from kvd_client import tier_verbs, verbs
 from kvd_client.blocking import Runner
+from kvd_client.opened_cache import CacheSpec, Mode, OpenedCache
 from kvd_client.sequence import Sequence
 from kvd_client.sequence_state import SequenceOptions
 from kvd_client.statistics import CacheStatistics, Ledger
@@ -19,27 +20,44 @@ from kvd_client.verb import Tokens
 class Cache:
     """The cached sequences of one namespace. Safe to use from several threads. Holds nothing; needs no closing."""
 
-    def __init__(self, runner: Runner, namespace: Namespace, *, checksums: bool = False) -> None:
+    def __init__(self, runner: Runner, spec: CacheSpec, *, checksums: bool = False) -> None:
         self._runner = runner
-        self._namespace = namespace
+        self._spec = spec
         self._checksums = checksums
-        self._ledger = Ledger(namespace.layout.block_tokens)
-        self._digest = runner.run(lambda link: verbs.open_cache(link, namespace)).digest
+        self._ledger = Ledger(spec.namespace.layout.block_tokens)
+        self._first = runner.run(lambda link: verbs.open_cache(link, spec))
 
     @property
     def namespace(self) -> Namespace:
         """What must be equal for KV to be exchangeable."""
-        return self._namespace
+        return self._spec.namespace
+
+    @property
+    def device(self) -> str:
+        """Where its blocks are in this process: "host", or the UUID of a card. After a restart perhaps elsewhere."""
+        return self._opened.device
+
+    @property
+    def mode(self) -> Mode:
+        """Whether this process maps the pool itself ("mapped"), or host memory beside a card's ("staged").
+
+        A sequence whose blocks the driver refuses to map is staged too, by itself; the log says so.
+        """
+        return self._opened.mode
+
+    @property
+    def _opened(self) -> OpenedCache:
+        return self._runner.link.caches.get(self._spec, self._first)
 
     @property
     def digest(self) -> bytes:
         """The namespace's name everywhere, 32 bytes; the tenant that the daemon counts us to is part of it."""
-        return self._digest
+        return self._first.digest
 
     @property
     def layout(self) -> KVLayout:
         """The shape of a block."""
-        return self._namespace.layout
+        return self._spec.namespace.layout
 
     def sequence(
         self,
@@ -61,18 +79,21 @@ class Cache:
         `wait_s` bounds the wait for blocks which another session announced: None is the daemon's default, refused with
         `WouldWait` while this session has open announcements of its own; 0 never waits.
 
-        `materialize` copies the prefix once into private memory packed by layer: slower to attach, faster to attend
-        over. `verify` compares each cached block that was sealed with a checksum and raises `CorruptBlock`.
-        `populate` fills the page table for the cached part now (one call) rather than by a fault at each first touch.
+        `materialize` copies the prefix once into private memory packed by layer, where the pool is: slower to attach,
+        faster to attend over. `verify` compares each cached block that was sealed with a checksum and raises
+        `CorruptBlock`. `populate` fills the page table for the cached part now (one call) rather than by a fault at
+        each first touch.
 
         Raises `InvalidTokens`, `SequenceTooLong`, `OutOfBlocks`, `QuotaExceeded`, `OutOfMemory`, `WouldWait`.
         """
+        # Here, not in the verb, which runs again after a restart: an iterator gives its ids once.
+        tokens = encode_tokens(token_ids)
         options = SequenceOptions(materialize=materialize, populate=populate, checksums=self._checksums)
         core = self._runner.run(
             lambda link: verbs.begin(
                 link,
-                self._namespace,
-                token_ids,
+                self._spec,
+                tokens,
                 max_tokens=max_tokens,
                 wait_s=wait_s,
                 verify=verify,
@@ -80,7 +101,11 @@ class Cache:
                 options=options,
             )
         )
-        return Sequence(self._runner, core)
+        try:
+            return Sequence(self._runner, core)
+        except BaseException:
+            core.close()
+            raise
 
     def allocate_sequence(self, num_tokens: int, max_tokens: int | None = None, *, populate: bool = True) -> Sequence:
         """Room for `num_tokens` tokens without naming them: all or nothing, and never waiting.
@@ -90,21 +115,28 @@ class Cache:
         """
         options = SequenceOptions(materialize=False, populate=populate, checksums=self._checksums)
         core = self._runner.run(
-            lambda link: verbs.allocate(link, self._namespace, num_tokens, max_tokens=max_tokens, options=options)
+            lambda link: verbs.allocate(link, self._spec, num_tokens, max_tokens=max_tokens, options=options)
         )
-        return Sequence(self._runner, core)
+        try:
+            return Sequence(self._runner, core)
+        except BaseException:
+            core.close()
+            raise
 
     def match(self, token_ids: Tokens) -> int:
         """How many leading tokens are resident now (a multiple of block_tokens). Pins nothing, promises nothing."""
-        return self._runner.run(lambda link: verbs.match(link, self._namespace, token_ids))
+        tokens = encode_tokens(token_ids)
+        return self._runner.run(lambda link: verbs.match(link, self._spec, tokens))
 
     def reach(self, token_ids: Tokens) -> Reach:
         """How far the prefix is cached in memory, and with each tier below. Pins nothing, promises nothing."""
-        return self._runner.run(lambda link: tier_verbs.reach(link, self._namespace, token_ids))
+        tokens = encode_tokens(token_ids)
+        return self._runner.run(lambda link: tier_verbs.reach(link, self._spec, tokens))
 
     def prefetch(self, token_ids: Tokens) -> None:
         """Has what the tiers below know of the prefix brought up to memory; does not wait for it, and pins nothing."""
-        self._runner.run(lambda link: tier_verbs.prefetch(link, self._namespace, token_ids))
+        tokens = encode_tokens(token_ids)
+        self._runner.run(lambda link: tier_verbs.prefetch(link, self._spec, tokens))
 
     def pin(self, token_ids: Tokens, *, label: str = "") -> Pinned:
         """Has the daemon keep the full blocks of a prompt resident: those it has, and the others once they are there.
@@ -112,7 +144,8 @@ class Cache:
         It outlives this session, and the daemon where that keeps its state on disk; `Client.unpin` ends it. `label` is
         shown by `kvd pin --list`. Raises `QuotaExceeded` beyond limits.pinned, `InvalidRequest` for less than a block.
         """
-        return self._runner.run(lambda link: tier_verbs.pin(link, self._namespace, token_ids, label=label))
+        tokens = encode_tokens(token_ids)
+        return self._runner.run(lambda link: tier_verbs.pin(link, self._spec, tokens, label=label))
 
     def get_or_compute(
         self,
@@ -156,4 +189,4 @@ class Cache:
 
     def statistics(self) -> CacheStatistics:
         """What this object's `get_or_compute` found and computed, and where the daemon finds the namespace's blocks."""
-        return self._runner.run(lambda link: self._ledger.with_daemons(link, self._digest))
+        return self._runner.run(lambda link: self._ledger.with_daemons(link, self.digest))

@@ -21,7 +21,7 @@ from kvd.protocol.replies import Reply
 from kvd.protocol.requests import Request
 from kvd_client import dealer
 from kvd_client.link import Link
-from kvd_client.verb import leaves_unknown_state, undo
+from kvd_client.verb import leaves_unknown_state
 
 
 class _Waiter:
@@ -33,7 +33,7 @@ class _Waiter:
         self.request = request
         self.reply: Reply | None = None
         self.leads = False
-        self.abandoned = False  # nobody reads the reply; what it brings is given back
+        self.abandoned = False  # its thread was interrupted and waits no more
         self.wake: threading.Lock | None = None  # a follower's: held until there is a reply, or the lead
 
 
@@ -60,6 +60,8 @@ class BlockingChannel:
         Appended by anyone, taken by the leader, or under the lock without one.
         """
         self._num_in_flight = 0
+        self._is_transferring = False
+        """From before a frame is handed to ZeroMQ, or taken from it, until that is accounted for."""
         self._closed = False
         link.post = self.post
         link.when_lost = self._poke
@@ -69,8 +71,9 @@ class BlockingChannel:
         """The reply to a request. Raises `RequestTimeout` (the session is closed then), or why the link is lost."""
         waiter = _Waiter(request)
         deadline = time.monotonic() + bound_s
-        self._enter(waiter, wire.encode(request))
+        frame = wire.encode(request)
         try:
+            self._enter(waiter, frame)
             if not waiter.leads:
                 self._follow(waiter, deadline)
             if waiter.leads:
@@ -80,7 +83,12 @@ class BlockingChannel:
             raise
         finally:
             if waiter.leads:
-                self._pass_lead_on()
+                try:
+                    self._pass_lead_on(waiter)
+                except BaseException:
+                    # Interrupted: whoever is due to lead must not be left waiting.
+                    self._pass_lead_on(waiter)
+                    raise
         if waiter.reply is None:
             self._link.require_alive()
             raise ConnectionFailed("the daemon's reply was lost")
@@ -100,6 +108,10 @@ class BlockingChannel:
     def _enter(self, waiter: _Waiter, frame: bytes) -> None:
         with self._lock:
             self._link.require_alive()
+            if self._is_transferring and not self._has_leader:
+                # A post was interrupted there.
+                self._lose_interrupted()
+                self._link.require_alive()
             self._waiters[waiter.request.request_id] = waiter
             self._outgoing.append((frame, True))
             if not self._has_leader:
@@ -142,21 +154,27 @@ class BlockingChannel:
             frame, is_answered = self._outgoing[0]
             if is_answered and self._num_in_flight >= self._link.credits:
                 return
+            self._is_transferring = True
             try:
                 self._dealer.send(frame, zmq.NOBLOCK)
             except zmq.Again:
+                self._is_transferring = False
                 return
             self._outgoing.popleft()
             self._num_in_flight += is_answered
+            self._is_transferring = False
 
     def _receive(self, waiter: _Waiter) -> None:
         """Hands out what has come, up to the leader's own reply: the rest is the next leader's."""
         while waiter.reply is None:
+            self._is_transferring = True
             try:
                 frame = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
+                self._is_transferring = False
                 return
             self._dispatch(wire.decode_reply(frame))
+            self._is_transferring = False
 
     def _dispatch(self, reply: Reply) -> None:
         with self._lock:
@@ -164,41 +182,50 @@ class BlockingChannel:
             if waiter is None:
                 return
             self._num_in_flight -= 1
+        landing = self._link.landings.pop(reply.request_id, None)
+        if landing is not None:
+            landing.receive(reply)
+        with self._lock:
             waiter.reply = reply
             if waiter.wake is not None:
                 waiter.wake.release()
-        if waiter.abandoned:
-            self._undo(waiter.request, reply)
 
     def _abandon(self, waiter: _Waiter) -> None:
-        """The thread was interrupted: what the reply brings is given back when it comes, or now if it has come."""
+        """The thread was interrupted, or the link is lost. What a reply brings is its landing's affair."""
+        waiter.abandoned = True
         if leaves_unknown_state(waiter.request):
             self._link.lose(
                 ConnectionFailed("a seal was interrupted, so what is held is unknown; the session was closed")
             )
-        with self._lock:
-            waiter.abandoned = True
-            reply = waiter.reply
-        if reply is not None:
-            self._undo(waiter.request, reply)
+        elif waiter.leads and self._is_transferring:
+            self._lose_interrupted()
 
-    def _undo(self, request: Request, reply: Reply) -> None:
-        for answer in undo(self._link, request, reply):
-            self._send_later(answer)
+    def _lose_interrupted(self) -> None:
+        self._link.lose(
+            ConnectionFailed(
+                "the client was interrupted within a message, so what is held is unknown; the session was closed"
+            )
+        )
 
-    def _pass_lead_on(self) -> None:
+    def _pass_lead_on(self, leader: _Waiter) -> None:
+        """Does again what an interrupted call has left undone."""
         with self._lock:
-            self._has_leader = False
-            followers = [waiter for waiter in self._waiters.values() if waiter.wake is not None]
+            followers = [
+                waiter for waiter in self._waiters.values() if waiter.wake is not None and not waiter.abandoned
+            ]
+            # When the link is lost nobody need lead: all are woken and find that out.
+            is_lost = self._link.lost is not None
+            if leader.leads:
+                # No call between the stores, so that no signal is heeded there.
+                if followers and not is_lost:
+                    followers[0].leads, leader.leads = True, False
+                else:
+                    self._has_leader = leader.leads = False
             for waiter in followers:
-                wake, waiter.wake = waiter.wake, None
-                if wake is None or waiter.abandoned:
-                    continue
-                # When the link is lost nobody need lead: all are woken and find that out.
-                waiter.leads = self._has_leader = self._link.lost is None
-                wake.release()
-                if waiter.leads:
-                    break
+                if waiter.leads or is_lost:
+                    wake, waiter.wake = waiter.wake, None
+                    if wake is not None:
+                        wake.release()
             if not self._has_leader:
                 self._leaderless.notify_all()
         self._flush_idle()

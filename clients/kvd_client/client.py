@@ -7,13 +7,15 @@ from types import TracebackType
 from typing import Self
 
 from kvd.blobs import DEFAULT_BLOCK_NBYTES
-from kvd.hashing import Namespace
+from kvd.hashing import Namespace, encode_tokens
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
 from kvd_client import tier_verbs, verbs
+from kvd_client.arguments import whole_number
 from kvd_client.blobs import Blobs
 from kvd_client.blocking import Runner
 from kvd_client.cache import Cache
+from kvd_client.opened_cache import CacheSpec
 from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.tier_verbs import FlushOutcome, Reach
 from kvd_client.verb import Tokens
@@ -71,8 +73,18 @@ class Client:
         adapter: str = "",
         salt: str = "",
         checksums: bool = False,
+        device: str = "",
+        staged: bool = False,
+        ask_only: bool = False,
     ) -> Cache:
-        """The cache of one namespace; every argument but `checksums` is part of it (see `kvd.hashing.Namespace`).
+        """The cache of one namespace; the arguments up to `salt` are part of it (see `kvd.hashing.Namespace`).
+
+        `device` is where its pool shall be: the UUID of one of the daemon's cards, "host", or "" for what the daemon's
+        rules say. A process that cannot map a card's memory (it does not see the card, has no torch for it, or is in
+        another PID namespace) uses host memory beside it, which the daemon fills from the card and copies back: by
+        itself, with a line in the log, and `Cache.mode` tells. `staged` has it so in any case, for who computes on
+        another card. `ask_only` spares looking for torch and the card where only `match`, `reach`, `prefetch` and `pin`
+        are wanted. Raises `CudaUnavailable` for a card that the daemon does not serve.
 
         With `checksums`, blocks sealed through this cache carry an xxh3-64 that readers compare with `verify=True`.
         Raises `InvalidLayout` when client and daemon compute different block sizes.
@@ -80,7 +92,7 @@ class Client:
         namespace = Namespace(
             model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt
         )
-        return Cache(self._runner, namespace, checksums=checksums)
+        return Cache(self._runner, CacheSpec(namespace, device, staged, ask_only), checksums=checksums)
 
     def blobs(self, name: str, *, salt: str = "", block_nbytes: int = DEFAULT_BLOCK_NBYTES) -> Blobs:
         """Byte strings of any length under keys; see `kvd_client.blobs`.
@@ -99,7 +111,9 @@ class Client:
 
         Raises `InvalidRequest` for one that the daemon does not know, or of another tenant.
         """
-        return self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, token_ids))
+        tokens = encode_tokens(token_ids)
+        block_tokens = whole_number("block_tokens", block_tokens, least=1)
+        return self._runner.run(lambda link: tier_verbs.reach_in(link, namespace, block_tokens, tokens))
 
     def check(self) -> None:
         """Has the daemon verify every invariant of its pools. Raises `StateError` naming the fault."""

@@ -25,27 +25,27 @@ def shared_driver() -> Driver:
     return Driver()
 
 
-def refusal(export: DeviceExport, open_driver: Callable[[], Driver] = shared_driver) -> str | None:
-    """Why this process cannot open the daemon's device memory, with what to do, or None when it can.
+def refusal(
+    device_uuid: str, exporters_namespace: str, open_driver: Callable[[], Driver] = shared_driver
+) -> str | None:
+    """Why this process cannot open memory of that card from that PID namespace, with what to do, or None when it can.
 
     What it says is known before the driver is asked to open anything, whose own answer would be an unrelated code.
     """
     ours = pid_namespace()
-    if ours != export.pid_namespace:
+    if ours != exporters_namespace:
         return (
-            f"device memory cannot be shared between PID namespaces (the daemon is in {export.pid_namespace}, this "
+            f"device memory cannot be shared between PID namespaces (the daemon is in {exporters_namespace}, this "
             f"process in {ours or 'an unknown one'}): share the daemon's, with docker run --pid=host for instance"
         )
-    if export.pid == os.getpid():
-        return "the daemon runs in this very process, which has the memory already and cannot open it a second time"
     try:
         driver = open_driver()
     except CudaUnavailable as error:
-        return f"the daemon's memory is on {export.device}, and this process has no GPU: {error}"
-    device = driver.find(export.device)
+        return f"the daemon's memory is on {device_uuid}, and this process has no GPU: {error}"
+    device = driver.find(device_uuid)
     if device is None:
         seen = ", ".join(map(str, driver.devices))
-        return f"this process does not see {export.device}, only {seen}: add its UUID to CUDA_VISIBLE_DEVICES"
+        return f"this process does not see {device_uuid}, only {seen}: add its UUID to CUDA_VISIBLE_DEVICES"
     return unproven(device)
 
 
@@ -99,7 +99,9 @@ class _Imports:
 
 
 def _open(export: DeviceExport, open_driver: Callable[[], Driver]) -> ImportedSegment:
-    reason = refusal(export, open_driver)
+    reason = refusal(export.device, export.pid_namespace, open_driver)
+    if reason is None and export.pid == os.getpid():
+        reason = "the daemon runs in this very process, which has the memory already and cannot open it a second time"
     if reason is not None:
         raise CudaImportRefused(reason)
     driver = open_driver()
@@ -155,13 +157,16 @@ def acquire(export: DeviceExport, open_driver: Callable[[], Driver] = shared_dri
 
 
 def share(segment: ImportedSegment) -> ImportedSegment:
-    """One more user of a segment that is open."""
+    """One more user of a segment that is open; each of them releases it."""
     _imports.share(segment)
     return segment
 
 
 def release(segment: ImportedSegment) -> None:
-    """One user less; the last one closes it, and then calls `on_closed`. Never raises; failures are logged."""
+    """One user less; the last one closes it, and then calls `on_closed`. Never raises; failures are logged.
+
+    Not for finalizers, since it may wait for the driver: those have the attendant call it.
+    """
     _imports.release(segment)
 
 

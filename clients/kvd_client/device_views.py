@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvd.errors import EngineUnsupported
+from kvd.errors import CudaImportRefused, EngineUnsupported, OutOfMemory
 from kvd_client.device_imports import ImportedSegment
 from kvd_client.tensors import Views, import_torch
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class DeviceArray:
     """What `torch.as_tensor` takes a view of: `__cuda_array_interface__`, version 3. Every such tensor holds it."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object = None) -> None:
+        """`owner` is what the memory belongs to, if it must live as long as a view does."""
+        self.owner = owner
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -36,7 +38,9 @@ class DeviceArray:
 class DeviceViews:
     """Makes tensors over `nbytes` at a device address and knows whether any is alive; as `kvd_client.tensors.Views`."""
 
-    def __init__(self, address: int, nbytes: int, torch_device: str) -> None:
+    def __init__(self, address: int, nbytes: int, torch_device: str, owner: object = None) -> None:
+        """`owner`: see `DeviceArray`."""
+        self._owner = owner
         self._address = address
         self._nbytes = nbytes
         self._torch_device = torch_device
@@ -58,7 +62,7 @@ class DeviceViews:
     def _live_anchor(self) -> DeviceArray:
         anchor = self._anchor() if self._anchor is not None else None
         if anchor is None:
-            anchor = DeviceArray(self._address, self._nbytes)
+            anchor = DeviceArray(self._address, self._nbytes, self._owner)
             self._anchor = weakref.ref(anchor, self._anchor_died)
         return anchor
 
@@ -79,15 +83,38 @@ class DeviceViews:
 
 
 def device_views(segment: ImportedSegment, offset: int, nbytes: int) -> Views | DeviceViews:
-    """Views over a part of an imported segment. Raises `EngineUnsupported` when torch cannot see the memory."""
+    """Views over a part of an imported segment. Raises `CudaImportRefused` when torch cannot see the memory."""
     torch_device = find_torch_device(segment.export.device)
     if torch_device is not None:
         return DeviceViews(segment.address + offset, nbytes, torch_device)
     if segment.host_address is not None:
         return Views(segment.host_address + offset, nbytes)
-    raise EngineUnsupported(
-        f"this torch ({import_torch().__version__}) does not see the card {segment.export.device}: install a build "
-        f"for CUDA that has code for it"
+    raise CudaImportRefused(unseen(segment.export.device))
+
+
+def private_views(segment: ImportedSegment, nbytes: int) -> Views | DeviceViews:
+    """Views over fresh memory of this process where the segment's is; it lives as long as they and their tensors do.
+
+    Raises `OutOfMemory`.
+    """
+    module = import_torch()
+    torch_device = find_torch_device(segment.export.device)
+    try:
+        with module.inference_mode(mode=False):
+            memory = module.empty(nbytes, dtype=module.uint8, device=torch_device or "cpu")
+    except RuntimeError as error:
+        # torch.OutOfMemoryError on a card, a plain one of the CPU's allocator.
+        raise OutOfMemory(f"no {nbytes >> 20} MiB of memory for a private copy: {error}") from error
+    if torch_device is not None:
+        return DeviceViews(memory.data_ptr(), nbytes, torch_device, memory)
+    return Views(memory.data_ptr(), nbytes, memory)
+
+
+def unseen(device_uuid: str) -> str:
+    """What to say where torch does not see a card."""
+    return (
+        f"this torch ({import_torch().__version__}) does not see the card {device_uuid}: install a build for CUDA "
+        f"that has code for it"
     )
 
 

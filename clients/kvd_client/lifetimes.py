@@ -9,14 +9,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Guard:
     """A lock with a queue of work to do under it. Held for moments only: never while waiting for the daemon.
 
-    `with guard:` takes the lock. `guard.later(work)` runs `work` under the lock, now if it is free, else as soon as its
-    holder lets go. Work must not raise and must not take the lock itself.
+    `guard.run(work)` takes the lock for `work`. `guard.later(work)` runs it under the lock now if that is free, else as
+    soon as its holder lets go; such work must not raise. Neither may take the lock itself.
     """
 
     __slots__ = ("_lock", "_queue")
@@ -39,14 +41,15 @@ class Guard:
             finally:
                 self._lock.release()
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
-        self._work_off()
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises."""
+        try:
+            # The interpreter's own lock in a `with`, and not a context manager of ours: between that one's steps a
+            # signal could raise, and the lock would stay locked.
+            with self._lock:
+                return work()
+        finally:
+            self._work_off()
 
     def acquire_for_fork(self) -> bool:
         """Keeps mappings as they are while the process forks; gives up after a second rather than block a fork."""

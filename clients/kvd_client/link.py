@@ -15,48 +15,51 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvd.block import BlockId
+from kvd.block import HOST, BlockId
 from kvd.config.paths import find_runtime_dir
+from kvd.cuda import DeviceExport
 from kvd.errors import (
     ClientClosed,
+    ConnectionFailed,
     DaemonRestarted,
+    DaemonUnavailable,
     ForkedClient,
     KvdError,
     StateError,
     from_wire,
 )
-from kvd.hashing import Namespace
 from kvd.protocol.replies import CacheOpened
 from kvd.protocol.requests import Request
-from kvd.protocol.session import Goodbye, SegmentGranted, SegmentRevoked
+from kvd.protocol.session import DeviceSegmentGranted, Goodbye, SegmentClosed, SegmentGranted, SegmentRevoked
 from kvd.protocol.wire import pack_block_ids
+from kvd_client.attendant import attendant
+from kvd_client.device_imports import ImportedSegment
+from kvd_client.device_segments import DevicePoolMemory, DeviceSegmentTable
 from kvd_client.lifetimes import Guard
+from kvd_client.opened_cache import CacheSpec, OpenedCache
 from kvd_client.options import Options
 from kvd_client.releases import releases
 from kvd_client.segments import PoolMemory, SegmentTable
 from kvd_client.session_socket import Arrival, SessionSocket
 from kvd_client.storage import Storage
 
+if TYPE_CHECKING:
+    from kvd_client.landing import Landing
+
 _GRANT_BOUND_S = 5.0
+_LOOK_AGAIN_S = 0.02
+"""Another thread may take in what this one waits for."""
+_CONFIRM_AGAIN_S = 0.2
+_SETTLE_BOUND_S = 5.0
 
 
 _viewed: set[Storage] = set()
 """Storages of closed sequences over which views live. Nothing else may keep them, nor their link and its session."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedCache:
-    """A namespace as this session knows it."""
-
-    namespace: Namespace
-    handle: int
-    digest: bytes
-    memory: PoolMemory
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Holdings:
     """What goes back to the daemon once none of `storages` is mapped any more. Unmap comes before release, always."""
 
@@ -64,6 +67,9 @@ class Holdings:
     storages: list[Storage]
     references: list[BlockId] = field(default_factory=list)
     reservations: list[BlockId] = field(default_factory=list)
+
+
+T = TypeVar("T")
 
 
 class OpenSequence(Protocol):
@@ -86,7 +92,7 @@ class Link:
         self.token = welcome.token
         self.credits = welcome.credits
         self.guard = Guard()
-        self.caches: dict[Namespace, OpenedCache] = {}
+        self.caches: dict[CacheSpec, OpenedCache] = {}
         self.reserve_ahead_tokens = options.reserve_ahead_tokens
         self.post: Callable[[Request], None] = _nobody_to_post_to
         """Sends a request that needs no reply: from any thread, from finalizers, never blocking, never raising."""
@@ -94,12 +100,16 @@ class Link:
         """Called once when the link is lost: whoever waits for a reply should look up."""
         self.when_forked: Callable[[], None] = lambda: None
         """Called in a forked child: the transport drops its descriptors."""
+        self.landings: dict[int, Landing] = {}
+        """By request id: where the reply to a request for blocks comes down."""
         self._fate: dict[str, tuple[KvdError]] = {}
         self._ids = itertools.count(1)
         self._segments = SegmentTable()
+        self._device_segments = DeviceSegmentTable(self.epoch)
         self._arrivals = threading.Lock()
         self._open: set[OpenSequence] = set()
-        self._num_mapped = 0
+        self._retiring: set[Holdings] = set()
+        """What sequences have left and a view keeps mapped."""
         self._close_when_unmapped = False
         self._forked = False
 
@@ -128,7 +138,13 @@ class Link:
             self.session.close()
             # A mapping may be under way in another thread, with one of these descriptors.
             self.guard.later(self._segments.close)
+            self._close_device_segments()
             self.when_lost()
+
+    def _close_device_segments(self) -> None:
+        # What no storage uses is closed by the attendant, since this may be a finalizer. Without any there is none.
+        if self._device_segments.has_any:
+            attendant().put(self._device_segments.close)
 
     def _is_fate(self, reason: KvdError) -> bool:
         """Makes `reason` why the link is lost, unless there is another; true for one caller only."""
@@ -145,8 +161,13 @@ class Link:
         """Takes in what has arrived on the session socket, without waiting."""
         # One thread at a time reads and applies, so a grant is never overtaken by a look at the table.
         with self._arrivals:
-            for arrival in self.session.receive():
-                self._take_in(arrival)
+            try:
+                for arrival in self.session.receive():
+                    self._take_in(arrival)
+            except BaseException:
+                # A descriptor that was read and is not in the table would be missed for as long as the session lasts.
+                self.lose(ConnectionFailed("the client was interrupted as descriptors came; the session was closed"))
+                raise
 
     def _take_in(self, arrival: Arrival | None) -> None:
         if arrival is None:
@@ -158,28 +179,55 @@ class Link:
             return
         if fd is not None:
             os.close(fd)
-        if isinstance(message, SegmentRevoked):
-            self._segments.revoked(message)
+        if isinstance(message, DeviceSegmentGranted):
+            self._device_segments.granted(message.pool, message.segment, _export(message))
+        elif isinstance(message, SegmentRevoked):
+            self._revoked(message)
         elif isinstance(message, Goodbye):
             self.lose(from_wire(message.code, message.message))
 
+    def _revoked(self, message: SegmentRevoked) -> None:
+        if (message.pool, message.segment) in self._device_segments:
+            closed = SegmentClosed(pool=message.pool, segment=message.segment)
+            when_closed = partial(self._confirm, closed)
+            attendant().put(partial(self._device_segments.revoked, message.pool, message.segment, when_closed))
+        else:
+            self._segments.revoked(message)
+
+    def _confirm(self, closed: SegmentClosed) -> None:
+        """Tells the daemon; once it reads again, if it does not now. On the attendant's thread, or where one closes."""
+        # Also after the client was closed: its session lives on as long as tensors do.
+        if not self.session.send(closed, wait_s=_CONFIRM_AGAIN_S):
+            attendant().put(partial(self._confirm, closed))
+
     def _descriptor(self, pool: int, segment: int, writable: bool) -> int:
-        fd = self._segments.find(pool, segment, writable=writable)
-        if fd is not None:
-            return fd
+        kind = "writable" if writable else "read-only"
+        return self._once_granted(
+            lambda: self._segments.find(pool, segment, writable=writable),
+            f"segment {segment} of pool {pool} {kind}",
+        )
+
+    def _device_segment(self, pool: int, segment: int) -> ImportedSegment:
+        return self._once_granted(
+            lambda: self._device_segments.acquire(pool, segment), f"device segment {segment} of pool {pool}"
+        )
+
+    def _once_granted(self, find: Callable[[], T | None], what: str) -> T:
+        found = find()
+        if found is not None:
+            return found
         # Granted before the reply that names the block, so it has arrived already, or is about to.
         deadline = time.monotonic() + _GRANT_BOUND_S
         while True:
             self.drain_session()
-            fd = self._segments.find(pool, segment, writable=writable)
-            if fd is not None:
-                return fd
+            found = find()
+            if found is not None:
+                return found
             self.require_alive()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                kind = "writable" if writable else "read-only"
-                raise StateError(f"the daemon never granted segment {segment} of pool {pool} {kind}")
-            self._await_arrival(left_s)
+                raise StateError(f"the daemon never granted {what}")
+            self._await_arrival(min(left_s, _LOOK_AGAIN_S))
 
     def _await_arrival(self, bound_s: float) -> None:
         try:
@@ -188,11 +236,20 @@ class Link:
             # Closed meanwhile: the caller looks at `lost` again.
             return
 
-    def opened(self, namespace: Namespace, reply: CacheOpened) -> OpenedCache:
-        """Remembers the handle of a namespace."""
-        memory = PoolMemory(reply.pool, namespace.layout.block_nbytes, reply.blocks_per_segment, self._descriptor)
-        cache = OpenedCache(namespace, reply.cache, reply.digest, memory)
-        self.caches[namespace] = cache
+    def opened(self, spec: CacheSpec, reply: CacheOpened) -> OpenedCache:
+        """Remembers the handle of a namespace. The pool is one that this process can map, as far as is known."""
+        block_nbytes = spec.namespace.layout.block_nbytes
+        memory: PoolMemory | DevicePoolMemory
+        if reply.device == HOST:
+            memory = PoolMemory(reply.pool, block_nbytes, reply.blocks_per_segment, self._descriptor)
+        else:
+            memory = DevicePoolMemory(
+                reply.device, reply.pool, block_nbytes, reply.blocks_per_segment, self._device_segment
+            )
+            # The daemon frees no segment before this session has let go of it, however idle its owner is.
+            attendant().watch(self.session.fileno(), self.drain_session)
+        cache = OpenedCache(spec, reply.cache, reply.digest, memory, reply.device, reply.staged_from)
+        self.caches[spec] = cache
         return cache
 
     @property
@@ -200,37 +257,39 @@ class Link:
         """Whether a client may connect again: the daemon is gone, and no sequence of the old session is open."""
         return not self._open and not isinstance(self.lost, ClientClosed)
 
+    def gone_again(self) -> DaemonUnavailable:
+        """What to raise when the daemon went away right after a client that holds nothing had connected again."""
+        return DaemonUnavailable(f"the daemon in {self.runtime_dir} ended as this client connected to it; try again")
+
     def sequence_opened(self, sequence: OpenSequence) -> None:
         """A sequence holds blocks from now on. Under the guard."""
         self._open.add(sequence)
-        self._num_mapped += 1
 
     def sequence_closed(self, sequence: OpenSequence) -> None:
         """A sequence is used no more. Under the guard."""
         self._open.discard(sequence)
+        self._end_when_unmapped()
 
     def close_sequences(self) -> bool:
         """Closes every open sequence; True when nothing is mapped any more, so that nothing keeps the session."""
         for sequence in list(self._open):
             sequence.close()
-        return not self._num_mapped
+        return self._is_unmapped
 
     def retire(self, holdings: Holdings) -> None:
         """Unmaps and gives back, each storage as soon as no view over it lives. Under the guard."""
-        left = len(holdings.storages)
+        mapped = set(holdings.storages)
+        self._retiring.add(holdings)
 
         def unmap(storage: Storage) -> None:
-            nonlocal left
             _viewed.discard(storage)
             if not self._forked:
                 storage.close()
-            left -= 1
-            if not left:
-                self._num_mapped -= 1
+            mapped.discard(storage)
+            if not mapped:
                 self._give_back(holdings)
 
-        if not left:
-            self._num_mapped -= 1
+        if not mapped:
             self._give_back(holdings)
         for storage in holdings.storages:
             if not storage.has_live_views():
@@ -240,11 +299,11 @@ class Link:
                 storage.when_unused(partial(self.guard.later, partial(unmap, storage)))
 
     def _give_back(self, holdings: Holdings) -> None:
+        self._retiring.discard(holdings)
         if self._close_when_unmapped:
             # The end of the session gives everything back at once.
-            if not self._num_mapped:
-                self._end()
-        elif self.lost is None and not self._forked and (holdings.references or holdings.reservations):
+            self._end_when_unmapped()
+        elif self.lost is None and (holdings.references or holdings.reservations):
             for request in releases(
                 self.next_id,
                 self.epoch,
@@ -261,15 +320,35 @@ class Link:
         """
         if self._is_fate(ClientClosed("the client was closed")):
             self.when_lost()
-        with self.guard:
-            self._close_when_unmapped = True
-            if not self._num_mapped:
-                self._end()
-            return not self._num_mapped
+        return self.guard.run(self._close_guarded)
+
+    def _close_guarded(self) -> bool:
+        self._close_when_unmapped = True
+        self._end_when_unmapped()
+        return self._is_unmapped
+
+    @property
+    def _is_unmapped(self) -> bool:
+        return not self._open and not self._retiring
+
+    def _end_when_unmapped(self) -> None:
+        if self._close_when_unmapped and self._is_unmapped:
+            self._end()
 
     def _end(self) -> None:
         self.session.close()
         self._segments.close()
+        self._close_device_segments()
+
+    @property
+    def is_on_card(self) -> bool:
+        """Whether a cache of this session is in a card's memory."""
+        return any(cache.device != HOST for cache in self.caches.values())
+
+    def await_device_memory(self) -> None:
+        """Returns when what nobody views is closed, so that the daemon can free it. Some milliseconds a segment."""
+        if self.is_on_card:
+            attendant().settle(_SETTLE_BOUND_S)
 
     def forget_in_child(self) -> None:
         """In a forked child: drops descriptors, so that the parent's session is the parent's alone.
@@ -283,7 +362,19 @@ class Link:
         self._arrivals = threading.Lock()
         self.session.close()
         self._segments.close()
+        self._device_segments.forget_in_child()
         self.when_forked()
+
+
+def _export(message: DeviceSegmentGranted) -> DeviceExport:
+    return DeviceExport(
+        device=message.device,
+        handle=message.handle,
+        nbytes=message.nbytes,
+        pid_namespace=message.pid_namespace,
+        pid=message.pid,
+        epoch=message.epoch,
+    )
 
 
 def _nobody_to_post_to(_request: Request) -> None:

@@ -39,13 +39,15 @@ class NamedTokens:
         """What `token_ids`, which must begin with everything known, adds to it. Raises `InvalidTokens`."""
         tokens = encode_tokens(token_ids)
         if not tokens.startswith(self._tokens):
-            place = self.num_matching(token_ids)
+            place = self._num_matching(tokens)
             raise InvalidTokens(f"these token ids and the sequence's differ at token {place} of {len(self)}")
         return tokens[len(self._tokens) :]
 
     def num_matching(self, token_ids: Tokens) -> int:
         """Length of the common prefix."""
-        other = encode_tokens(token_ids)
+        return self._num_matching(encode_tokens(token_ids))
+
+    def _num_matching(self, other: bytes) -> int:
         longest = min(len(other), len(self._tokens))
         if other[:longest] == self._tokens[:longest]:
             return longest // TOKEN_NBYTES

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from kvd_client.arguments import MAX_TOKENS, seconds, whole_number
+
 DEFAULT_GROWTH_TOKENS = 1024
 """Room beyond the prompt that `max_tokens` leaves when the caller names none."""
 
@@ -20,6 +22,10 @@ class Options:
     label: str = ""
     timeout_s: float = 30.0
     reserve_ahead_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        seconds("timeout_s", self.timeout_s)
+        whole_number("reserve_ahead_tokens", self.reserve_ahead_tokens, most=MAX_TOKENS)
 
 
 DEFAULT_OPTIONS = Options()

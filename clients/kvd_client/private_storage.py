@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvd.block import BlockId
 from kvd.errors import StateError
 from kvd.layout import KVLayout
+from kvd_client.mapped_storage import RangeStorage
 from kvd_client.segments import PoolMemory
 from kvd_client.storage import Storage
 from kvd_client.tensors import import_torch
@@ -22,16 +23,14 @@ if TYPE_CHECKING:
 _SCRATCH_NBYTES = 8 << 20
 
 
-class PrivateStorage(Storage):
+class PrivateStorage(RangeStorage):
     """Private memory in the order of the blocks, `[tokens, layers, 2, heads, dim]`: one mapping, however scattered."""
+
+    is_private = True
 
     def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory, phase: int = 0) -> None:
         super().__init__(layout, max_blocks, memory, phase)
-        try:
-            self._range.map_private(0, self._range.nbytes)
-        except BaseException:
-            self._range.close()
-            raise
+        self._range.map_private(0, self._range.nbytes)
 
     def attach(self, first: int, blocks: Sequence[BlockId], *, sealed: bool, populate: bool) -> None:
         if not sealed:
@@ -51,7 +50,10 @@ class PrivateStorage(Storage):
     def unpublish(self, first: int, num_blocks: int) -> None:
         """Nothing to undo: the blocks are still this session's own."""
 
-    def replace(self, place: int, block: BlockId) -> None:
+    def freeze(self) -> None:
+        """Nothing to do: nobody else sees this memory."""
+
+    def replace_one(self, place: int, block: BlockId) -> None:
         """Nothing to do: the copy has the same content."""
 
     def _load(self, fd: int, offset: int, first: int, num_blocks: int) -> None:
@@ -74,10 +76,8 @@ class PackedStorage(PrivateStorage):
         return packed.permute(3, 0, 1, 2, 4)
 
     def copy_tokens(self, source: Storage, start: int, stop: int) -> int:
-        if start >= stop:
-            return 0
-        self.token_tensor()[start:stop].copy_(source.token_tensor()[start:stop])
-        return (stop - start) * self.layout.token_nbytes
+        # Their order differs, so not byte by byte.
+        return Storage.copy_tokens(self, source, start, stop)
 
     def bytes(self, start: int, stop: int) -> memoryview:
         """A copy, since the tokens are not adjacent."""

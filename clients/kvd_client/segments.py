@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import itemgetter
 
 from kvd.block import BlockId
 from kvd.protocol.session import SegmentGranted, SegmentRevoked
+from kvd_client.block_runs import split_runs
 
 
 class SegmentTable:
@@ -64,7 +64,7 @@ class Run:
 
 
 class PoolMemory:
-    """Where the blocks of one pool lie. `descriptor(pool, segment, writable)` waits for a grant that is under way."""
+    """Where a host pool's blocks lie. `descriptor(pool, segment, writable)` waits for a grant that is under way."""
 
     def __init__(
         self,
@@ -100,16 +100,4 @@ class PoolMemory:
         return (blocks[first] % self._blocks_per_segment - first) * self.block_nbytes if blocks else 0
 
     def _split(self, blocks: Sequence[BlockId]) -> list[tuple[int, int]]:
-        """(first place, length) of every run."""
-        num_blocks, per_segment = len(blocks), self._blocks_per_segment
-        if not num_blocks:
-            return []
-        start = blocks[0]
-        if start % per_segment + num_blocks <= per_segment and list(blocks) == list(range(start, start + num_blocks)):
-            return [(0, num_blocks)]
-        starts = [
-            place
-            for place, (before, block) in enumerate(pairwise(blocks), 1)
-            if block != before + 1 or not block % per_segment
-        ]
-        return [(first, stop - first) for first, stop in pairwise([0, *starts, num_blocks])]
+        return split_runs(blocks, self._blocks_per_segment)

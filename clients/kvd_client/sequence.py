@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvd_client.blocking import Runner
+from kvd_client.device_order import Stream
 from kvd_client.sequence_core import SequenceCore
 from kvd_client.sequence_view import SequenceView
 from kvd_client.verb import Tokens
@@ -37,7 +39,7 @@ class Sequence(SequenceView):
         `OutOfBlocks`, `QuotaExceeded`, `OutOfMemory`, `InvalidRequest` (a wrong shape or dtype), all before anything
         is written.
         """
-        with self._exclusive:
+        with self._alone():
             wanted = self._core.check_append(layer, keys, values)
             if wanted > self._core.capacity_tokens:
                 self._runner.drive(self._core.extend(wanted))
@@ -48,19 +50,22 @@ class Sequence(SequenceView):
 
         Raises as `append`.
         """
-        with self._exclusive:
+        with self._alone():
             self._runner.drive(self._core.extend(num_tokens))
 
-    def commit(self, token_ids: Tokens | None = None) -> int:
+    def commit(self, token_ids: Tokens | None = None, *, stream: Stream | None = None) -> int:
         """Publishes every full block whose tokens are named and written in all layers; returns how many tokens are
         sealed.
 
         `token_ids`, if given, are all ids of the sequence so far; those already known must be equal (`InvalidTokens`).
         Sealed blocks are read-only from then on. Where another process sealed the same block first, that one takes the
         place of ours as soon as no tensor lives over this sequence. Raises `DaemonRestarted`.
+
+        On a card it waits first until what was queued on `stream` is done, or on torch's current stream: what others
+        find must be there. Name the stream if another one than this thread's current wrote. Raises `CudaDeviceLost`.
         """
-        with self._exclusive:
-            return self._runner.drive(self._core.commit(token_ids))
+        with self._alone():
+            return self._runner.drive(self._core.commit(token_ids, stream))
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets every token from `num_tokens` on. Tensors that live keep their bytes.
@@ -68,7 +73,7 @@ class Sequence(SequenceView):
         A cut inside a sealed block copies the part that stays into a block of our own. Raises `InvalidRequest` when
         there are fewer tokens, `OutOfBlocks` (nothing is changed then).
         """
-        with self._exclusive:
+        with self._alone():
             self._runner.drive(self._core.truncate(num_tokens))
 
     def fork(self, max_tokens: int | None = None) -> Sequence:
@@ -76,8 +81,13 @@ class Sequence(SequenceView):
 
         Full blocks that can be sealed are sealed first. Raises `OutOfBlocks`, `QuotaExceeded`.
         """
-        with self._exclusive:
-            return Sequence(self._runner, self._runner.drive(self._core.fork(max_tokens)))
+        with self._alone():
+            core = self._runner.drive(self._core.fork(max_tokens))
+            try:
+                return Sequence(self._runner, core)
+            except BaseException:
+                core.close()
+                raise
 
     def get_or_compute(
         self, layer: int, compute_layer: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
@@ -96,12 +106,16 @@ class Sequence(SequenceView):
         return self.layer(layer)
 
     def close(self) -> None:
-        """Gives everything back; idempotent.
+        """Gives everything back; idempotent. On a card it waits until this process runs nothing on it any more.
 
         Blocks under tensors that still live go back when the last of them dies.
         """
-        with self._exclusive:
+        with self._alone():
             self._core.close()
+
+    def _alone(self) -> AbstractContextManager[object]:
+        # In a forked child whoever held the lock is not there to let go of it, and there is nothing to exclude from.
+        return nullcontext() if self._core.link.is_forked else self._exclusive
 
     def __enter__(self) -> Self:
         return self

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvd.block import BlockId, ChainHash
-from kvd.errors import InvalidRequest, KvdError, OutOfBlocks, OutOfMemory, SequenceTooLong
+from kvd.errors import CudaImportRefused, KvdError, OutOfBlocks, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, pack_hashes
 from kvd.protocol.replies import Reserved, Sealed
 from kvd.protocol.requests import Reserve, Retain, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
-from kvd_client.address_range import HUGE_PAGE_NBYTES
+from kvd_client.arguments import MAX_TOKENS, whole_number
+from kvd_client.attendant import attendant
 from kvd_client.checksum import pack_checksums
-from kvd_client.link import Holdings, Link, OpenedCache
+from kvd_client.device_order import Stream
+from kvd_client.device_segments import DevicePoolMemory
+from kvd_client.landing import Landing
+from kvd_client.laying_out import attach_reserved, lay_out
+from kvd_client.link import Holdings, Link
 from kvd_client.named_tokens import NamedTokens
-from kvd_client.private_storage import PackedStorage, PrivateStorage
+from kvd_client.opened_cache import OpenedCache
 from kvd_client.releases import releases
 from kvd_client.sequence_state import SequenceOptions, SequenceState
-from kvd_client.storage import MappedStorage, Storage, has_room_for
+from kvd_client.storage import Storage
 from kvd_client.verb import Tokens, Verb, expect
 
 MIN_PREFILL_TOKENS = 64
@@ -39,82 +45,87 @@ class SequenceCore(SequenceState):
         """Storages this sequence has left, over which views still live."""
         self._computed_tokens, self._computed_s = 0, 0.0
         """What `computed` was told since the last seal."""
+        self.has_started = False
+        """Whether the blocks that `start` was given are this sequence's, to be given back by its end."""
 
     def start(self, num_cached: int, blocks: Sequence[BlockId], *, num_announced: int) -> None:
         """Attaches the blocks that begin, reserve or retain gave: `num_cached` sealed ones, then reserved ones.
 
-        On failure everything goes back to the daemon.
+        Once `has_started` says so they are this sequence's; when this fails then, everything goes back to the daemon.
         """
-        self._blocks = list(blocks)
         self._num_sealed = num_cached
         num_hashes = len(self._names) // self.layout.block_tokens
-        self._announced = range(num_hashes - num_announced, num_hashes)
+        announced, own = range(num_hashes - num_announced, num_hashes), list(blocks)
         self.num_cached_tokens = num_cached * self.layout.block_tokens
         self._written = [self.num_cached_tokens] * self.layout.num_layers
-        with self.link.guard:
-            self.link.sequence_opened(self)
         try:
-            self._cache.memory.await_grants(self._blocks[:num_cached], writable=False)
-            self._cache.memory.await_grants(self._blocks[num_cached:], writable=True)
-            with self.link.guard:
-                self._storage = self._lay_out()
+            self.link.guard.run(lambda: self.link.sequence_opened(self))
+            # No call between the stores, so that no signal is heeded there.
+            self._blocks, self._announced, self.has_started = own, announced, True
+            self._cache.memory.await_grants(own[:num_cached], writable=False)
+            self._cache.memory.await_grants(own[num_cached:], writable=True)
+            self.link.guard.run(self._lay_out)
         except BaseException:
-            with self.link.guard:
-                self._end(storages=[])
+            self.link.guard.run(self._close_guarded)
             raise
 
-    def _lay_out(self) -> Storage:
-        memory, num_sealed = self._cache.memory, self._num_sealed
-        phase = memory.phase(self._blocks) % HUGE_PAGE_NBYTES
-        max_blocks = max(len(self._blocks), self.layout.num_blocks(self.max_tokens), 1)
+    def abandon(self, landing: Landing) -> None:
+        """Whoever made it does not get it: its blocks go back, from here or from where they have come down."""
+        if self.has_started:
+            self.close()
+        else:
+            landing.give_up()
 
-        def filled(kind: type[Storage]) -> Storage:
-            storage = kind(self.layout, max_blocks, memory, phase)
-            try:
-                for first, stop, sealed in ((0, num_sealed, True), (num_sealed, len(self._blocks), False)):
-                    storage.attach(first, self._blocks[first:stop], sealed=sealed, populate=self._options.populate)
-            except BaseException:
-                storage.close()
-                raise
-            return storage
-
-        if self._options.materialize:
-            return filled(PackedStorage)
-        if has_room_for(memory.num_runs(self._blocks)):
-            try:
-                return filled(MappedStorage)
-            except OutOfMemory:
-                # So near vm.max_map_count the same result is had by copying, with one mapping.
-                pass
-        return filled(PrivateStorage)
+    def _lay_out(self) -> None:
+        self._storage = lay_out(
+            self.layout,
+            self._cache.memory,
+            self._blocks,
+            self._num_sealed,
+            max_blocks=max(len(self._blocks), self.layout.num_blocks(self.max_tokens), 1),
+            materialize=self._options.materialize,
+            populate=self._options.populate,
+        )
 
     def extend(self, num_tokens: int) -> Verb[None]:
         """Room for `num_tokens` tokens in all; grows in steps so that a decode loop seldom asks."""
         self._require_open()
+        num_tokens = whole_number("num_tokens", num_tokens)
         self._require_fits(num_tokens)
         held = self.capacity_tokens
         if num_tokens <= held:
             return
         roomy = max(num_tokens + self.link.reserve_ahead_tokens, held + held // 8)
-        more = yield from self._reserve(
-            self.layout.num_blocks(num_tokens) - len(self._blocks),
-            self.layout.num_blocks(min(self.max_tokens, roomy)) - len(self._blocks),
-            shared=[],
-        )
-        storage = self._storage
+        before, storage, landing = self._blocks, self._storage, Landing(self.link)
         try:
+            more = yield from self._reserve(
+                landing,
+                self.layout.num_blocks(num_tokens) - len(before),
+                self.layout.num_blocks(min(self.max_tokens, roomy)) - len(before),
+                shared=[],
+            )
             self._cache.memory.await_grants(more, writable=True)
-            with self.link.guard:
-                self._attach_reserved(more)
+            self.link.guard.run(lambda: self._attach_reserved(more))
+            # The one step that makes them the sequence's: whoever is interrupted earlier gives them back right here,
+            # and from now on the end of the sequence does.
+            self._blocks = [*before, *more]
         except BaseException:
-            with self.link.guard:
+            if self._blocks is before:
                 # Unmap comes before release, always: where this fails too, they stay reserved until the session ends.
-                storage.detach(len(self._blocks))
-            self._post_release(reserved=more)
+                self.link.guard.run(lambda: self._take_back(storage))
+                landing.give_up()
             raise
-        self._blocks += more
 
-    def _reserve(self, needed: int, roomy: int, *, shared: list[BlockId]) -> Verb[list[BlockId]]:
+    def _take_back(self, storage: Storage) -> None:
+        """Nothing of an extension that failed stays mapped, or writable through a storage that was left for it."""
+        storage.detach(len(self._blocks))
+        self._freeze_retired()
+
+    def _freeze_retired(self) -> None:
+        for storage in self._retired:
+            storage.freeze()
+
+    def _reserve(self, landing: Landing, needed: int, roomy: int, *, shared: list[BlockId]) -> Verb[list[BlockId]]:
         """New reservations, `roomy` of them or at least `needed`, and another reference on each of `shared`."""
         self.link.require_alive()
         for count in (roomy, needed):
@@ -127,7 +138,7 @@ class SequenceCore(SequenceState):
                 else Reserve(self.link.next_id(), self.link.epoch, handle, count)
             )
             try:
-                return list(unpack_block_ids(expect((yield request), Reserved).blocks))
+                return list(unpack_block_ids(expect((yield landing.awaits(request)), Reserved).blocks))
             except OutOfBlocks:
                 # What is reserved ahead is a convenience; what is needed may still fit.
                 if count == needed:
@@ -135,33 +146,31 @@ class SequenceCore(SequenceState):
         return []
 
     def _attach_reserved(self, more: list[BlockId]) -> None:
-        populate = self._options.populate
-        if has_room_for(self._cache.memory.num_runs(more)):
-            try:
-                self._storage.attach(len(self._blocks), more, sealed=False, populate=populate)
-            except OutOfMemory:
-                if self.is_private:
-                    raise
-            else:
-                return
-        if not self.is_private:
-            self._go_private()
-        self._storage.attach(len(self._blocks), more, sealed=False, populate=populate)
-
-    def _go_private(self) -> None:
-        """Copies what is held into private memory: the mappings of a scattered sequence have run out."""
-        mapped = self._storage
-        max_blocks = self.layout.num_blocks(self.max_tokens)
-        private = PrivateStorage(self.layout, max_blocks, self._cache.memory)
-        self._num_copied_bytes += private.copy_tokens(mapped, 0, max(self._written))
-        self._storage = private
-        if mapped.has_live_views():
-            self._retired.append(mapped)
+        before = self._storage
+        after = attach_reserved(
+            before,
+            len(self._blocks),
+            more,
+            num_tokens=max(self._written),
+            populate=self._options.populate,
+        )
+        if after is before:
+            return
+        num_copied_bytes = self._num_copied_bytes + before.num_copied_bytes
+        left, retired = self._retired, [*self._retired, before]
+        # No call between the stores, so that no signal is heeded there.
+        self._storage, self._retired, self._num_copied_bytes = after, retired, num_copied_bytes
+        if before.has_live_views():
+            self._freeze_retired()
         else:
-            mapped.close()
+            before.close()
+            self._retired = left
 
-    def commit(self, token_ids: Tokens | None) -> Verb[int]:
-        """Seals every full block that is named and written; returns how many tokens are sealed."""
+    def commit(self, token_ids: Tokens | None, stream: Stream | None = None) -> Verb[int]:
+        """Seals every full block that is named and written; returns how many tokens are sealed.
+
+        Waits first for what `stream` does, or torch's current one where the pool is on a card.
+        """
         self._require_open()
         if token_ids is not None:
             rest = self._names.rest_of(token_ids)
@@ -170,17 +179,19 @@ class SequenceCore(SequenceState):
         first, stop = self._num_sealed, min(self.num_tokens, len(self._names)) // self.layout.block_tokens
         self.link.require_alive()
         if first < stop:
-            yield from self._seal(first, stop)
+            yield from self._seal(first, stop, stream)
         self._let_go_of_copies()
         return self.num_sealed_tokens
 
-    def _seal(self, first: int, stop: int) -> Verb[None]:
+    def _seal(self, first: int, stop: int, stream: Stream | None) -> Verb[None]:
         own = self._blocks[first:stop]
+        # Whoever finds the blocks reads them at once, in another process, whose streams know nothing of ours.
+        self._storage.synchronize(stream)
         checksums = b""
         if self._options.checksums:
             step = self.layout.block_tokens
             checksums = pack_checksums(
-                self._storage.bytes(place * step, (place + 1) * step) for place in range(first, stop)
+                self._storage.contents(place * step, (place + 1) * step) for place in range(first, stop)
             )
         request = Seal(
             self.link.next_id(),
@@ -193,12 +204,10 @@ class SequenceCore(SequenceState):
             self._computed_s,
         )
         try:
-            with self.link.guard:
-                self._storage.publish(first, own)
+            self.link.guard.run(lambda: self._storage.publish(first, own))
             standing = unpack_block_ids(expect((yield request), Sealed).blocks)
         except KvdError:
-            with self.link.guard:
-                self._storage.unpublish(first, stop - first)
+            self.link.guard.run(lambda: self._storage.unpublish(first, stop - first))
             raise
         self._blocks[first:stop] = standing
         self._own_copies |= {
@@ -217,14 +226,20 @@ class SequenceCore(SequenceState):
         """
         if not self._own_copies or self._retired or self._storage.has_live_views():
             return
-        with self.link.guard:
-            for place in self._own_copies:
-                self._storage.replace(place, self._blocks[place])
+        standing = {place: self._blocks[place] for place in self._own_copies}
+        try:
+            self._cache.memory.await_grants(list(standing.values()), writable=False)
+            if not self.link.guard.run(lambda: self._storage.replace(standing)):
+                return
+        except CudaImportRefused:
+            # Ours serve as well.
+            return
         self._post_release(reserved=list(self._own_copies.values()))
         self._own_copies = {}
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """So many tokens were computed in so many seconds; the next seal says so. Too few tell nothing of a prefill."""
+        num_tokens = whole_number("num_tokens", num_tokens)
         if num_tokens >= MIN_PREFILL_TOKENS and 0 < seconds < math.inf:
             self._computed_tokens += num_tokens
             self._computed_s += seconds
@@ -232,8 +247,7 @@ class SequenceCore(SequenceState):
     def truncate(self, num_tokens: int) -> Verb[None]:
         """Forgets the tokens from `num_tokens` on."""
         self._require_open()
-        if not 0 <= num_tokens <= self.num_tokens:
-            raise InvalidRequest(f"a cut at {num_tokens} of {self.num_tokens} tokens")
+        num_tokens = whole_number("num_tokens", num_tokens, most=self.num_tokens)
         loses_bytes = num_tokens < max(self._written)
         if num_tokens < self.num_sealed_tokens or (loses_bytes and self._storage.has_live_views()):
             # Sealed blocks are immutable, and live tensors keep what they show: the sequence moves to other blocks.
@@ -246,8 +260,8 @@ class SequenceCore(SequenceState):
 
     def fork(self, max_tokens: int | None) -> Verb[SequenceCore]:
         """Another sequence with the same tokens; see `Sequence.fork`."""
+        max_tokens = self.max_tokens if max_tokens is None else whole_number("max_tokens", max_tokens, most=MAX_TOKENS)
         yield from self.commit(None)
-        max_tokens = self.max_tokens if max_tokens is None else max_tokens
         if max_tokens < max(self._written):
             raise SequenceTooLong(f"{max(self._written)} tokens do not fit max_tokens={max_tokens}")
         return (yield from self._branch(max(self._written), max_tokens))
@@ -258,47 +272,62 @@ class SequenceCore(SequenceState):
         num_shared = min(self._num_sealed, num_tokens // block_tokens)
         shared = self._blocks[:num_shared]
         roomy = min(max_tokens, num_tokens + self.link.reserve_ahead_tokens)
-        fresh = yield from self._reserve(
-            self.layout.num_blocks(num_tokens) - num_shared,
-            self.layout.num_blocks(roomy) - num_shared,
-            shared=shared,
-        )
         names = self._names.prefix(num_tokens)
         branch = SequenceCore(self.link, self._cache, names, max_tokens=max_tokens, options=self._options)
-        branch.start(num_shared, shared + fresh, num_announced=0)
-        branch.num_cached_tokens = min(self.num_cached_tokens, num_shared * block_tokens)
-        branch._num_copied_bytes += branch._storage.copy_tokens(self._storage, num_shared * block_tokens, num_tokens)
-        branch._written = [min(written, num_tokens) for written in self._written]
+        landing = Landing(self.link)
+        try:
+            fresh = yield from self._reserve(
+                landing,
+                self.layout.num_blocks(num_tokens) - num_shared,
+                self.layout.num_blocks(roomy) - num_shared,
+                shared=shared,
+            )
+            branch.start(num_shared, shared + fresh, num_announced=0)
+            branch.num_cached_tokens = min(self.num_cached_tokens, num_shared * block_tokens)
+            num_copied_bytes = branch._storage.copy_tokens(self._storage, num_shared * block_tokens, num_tokens)
+            branch._num_copied_bytes += num_copied_bytes
+            branch._written = [min(written, num_tokens) for written in self._written]
+        except BaseException:
+            branch.abandon(landing)
+            raise
         return branch
 
     def _become(self, successor: SequenceCore) -> None:
         """Takes the place of what this sequence was; its old mappings live as long as tensors over them do."""
-        with self.link.guard:
-            self._retire_all([self._storage, *self._retired])
-            self.link.sequence_closed(successor)
+        self.link.guard.run(lambda: self._give_way(successor))
         for name in ("_blocks", "_num_sealed", "_storage", "_written", "_own_copies", "_retired"):
             setattr(self, name, getattr(successor, name))
         self._num_copied_bytes += successor.num_copied_bytes
 
+    def _give_way(self, successor: SequenceCore) -> None:
+        self._retire_all([self._storage, *self._retired])
+        self.link.sequence_closed(successor)
+
     def close(self) -> None:
         """Gives everything back, at once or when the last view dies. Idempotent."""
-        with self.link.guard:
-            self._close_guarded()
+        if not self.is_closed and not self.link.is_forked:
+            # So that little is left to wait for under the guard.
+            self._storage.quiesce()
+        self.link.guard.run(self._close_guarded)
 
     def close_when_collected(self, owner: object) -> None:
         """Closes when `owner`, which wraps this, is collected without having been closed."""
-        weakref.finalize(owner, self.link.guard.later, self._close_guarded).atexit = False
+        close = self.link.guard.later
+        if isinstance(self._cache.memory, DevicePoolMemory):
+            # There it may have to wait for the card, which a finalizer must not.
+            weakref.finalize(owner, _later_still, close, self._close_guarded).atexit = False
+        else:
+            weakref.finalize(owner, close, self._close_guarded).atexit = False
 
     def _close_guarded(self) -> None:
-        if not self.is_closed:
-            self._end(storages=[self._storage, *self._retired])
-
-    def _end(self, *, storages: list[Storage]) -> None:
+        if self.is_closed:
+            return
         self.is_closed = True
-        if not self.link.is_forked:
-            self._drop_announcements(0)
-            self._retire_all(storages)
-            self.link.sequence_closed(self)
+        self._drop_announcements(0)
+        # One that failed to start has no storage yet.
+        own = [self._storage] if hasattr(self, "_storage") else []
+        self._retire_all([*own, *self._retired])
+        self.link.sequence_closed(self)
 
     def _retire_all(self, storages: list[Storage]) -> None:
         holdings = Holdings(
@@ -328,3 +357,7 @@ class SequenceCore(SequenceState):
                 hashes=pack_hashes(hashes),
             ):
                 link.post(request)
+
+
+def _later_still(later: Callable[[Callable[[], None]], None], work: Callable[[], None]) -> None:
+    attendant().put(partial(later, work))

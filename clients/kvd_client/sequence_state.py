@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 from kvd.block import BlockId
 from kvd.errors import ClientClosed, ForkedClient, InvalidRequest, InvalidTokens, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, encode_tokens
+from kvd_client.arguments import whole_number
 from kvd_client.checksum import first_corrupt
-from kvd_client.link import Link, OpenedCache
+from kvd_client.link import Link
 from kvd_client.named_tokens import NamedTokens
-from kvd_client.private_storage import PrivateStorage
+from kvd_client.opened_cache import OpenedCache
 from kvd_client.storage import Storage
+from kvd_client.tensors import import_torch
 from kvd_client.verb import Tokens
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ class SequenceState:
     @property
     def is_private(self) -> bool:
         """Whether the blocks were copied instead of mapped."""
-        return isinstance(self._storage, PrivateStorage)
+        return self._storage.is_private
 
     @property
     def token_ids(self) -> list[int]:
@@ -125,18 +127,34 @@ class SequenceState:
         self._require_layer(layer)
         return self._written[layer], max(self._written[layer], len(self._names))
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values written in one layer."""
+    def parts(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values written in one layer, a pair for each part they lie in."""
         self._require_open()
         self._require_layer(layer)
-        keys, values = self._storage.layer_tensors(layer)
-        written = self._written[layer]
-        return keys.narrow(1, 0, written), values.narrow(1, 0, written)
+        return self._storage.parts(layer, self._written[layer])
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values written in one layer, in one part from now on."""
+        self._require_open()
+        self._require_layer(layer)
+        self._gather(0, self._written[layer])
+        (both,) = self._storage.parts(layer, self._written[layer])
+        return both
 
     def array(self, start: int, stop: int | None) -> torch.Tensor:
-        """Tokens start .. stop of all layers."""
+        """Tokens start .. stop of all layers, in one part from now on."""
         start, stop = self._span(start, stop)
-        return self._storage.token_tensor()[start:stop]
+        self._gather(start, stop)
+        (tokens,) = self._storage.spans(start, stop)
+        return tokens
+
+    def _gather(self, start: int, stop: int) -> None:
+        if self._storage.num_parts(start, stop) > 1:
+            self.link.guard.run(self._gather_guarded)
+
+    def _gather_guarded(self) -> None:
+        self._require_open()
+        self._storage.gather()
 
     def buffer(self, start: int, stop: int | None) -> memoryview:
         """The same, as bytes."""
@@ -145,7 +163,8 @@ class SequenceState:
 
     def _span(self, start: int, stop: int | None) -> tuple[int, int]:
         self._require_open()
-        stop = self.num_tokens if stop is None else stop
+        start = whole_number("start", start)
+        stop = self.num_tokens if stop is None else whole_number("stop", stop)
         if not 0 <= start <= stop <= self.capacity_tokens:
             raise InvalidRequest(f"tokens {start} to {stop} are not within the {self.capacity_tokens} reserved")
         return start, stop
@@ -154,7 +173,7 @@ class SequenceState:
         """The first cached place whose bytes differ from the checksum given for it."""
         step = self.layout.block_tokens
         starts = range(0, self.num_cached_tokens, step)
-        return first_corrupt(checksums, (self._storage.bytes(start, start + step) for start in starts))
+        return first_corrupt(checksums, (self._storage.contents(start, start + step) for start in starts))
 
     def block_at(self, place: int) -> BlockId:
         """The block that stands at a place."""
@@ -165,6 +184,11 @@ class SequenceState:
         self._require_open()
         self._require_layer(layer)
         layout = self.layout
+        tensor_type = import_torch().Tensor
+        if not isinstance(keys, tensor_type) or not isinstance(values, tensor_type):
+            raise InvalidRequest(
+                f"keys and values must be torch tensors, not {type(keys).__name__} and {type(values).__name__}"
+            )
         num_new = keys.shape[1] if keys.dim() == 3 else -1
         wanted_shape = (layout.num_kv_heads, num_new, layout.head_dim)
         if tuple(keys.shape) != wanted_shape or tuple(values.shape) != wanted_shape:
@@ -181,16 +205,15 @@ class SequenceState:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes behind what the layer holds; checked, and room made, before."""
-        at, num_new = self._written[layer], keys.shape[1]
-        own_keys, own_values = self._storage.layer_tensors(layer)
-        own_keys.narrow(1, at, num_new).copy_(keys.detach())
-        own_values.narrow(1, at, num_new).copy_(values.detach())
-        self._written[layer] = at + num_new
+        at = self._written[layer]
+        self._storage.write(layer, at, keys.detach(), values.detach())
+        self._written[layer] = at + keys.shape[1]
 
     def advance(self, num_tokens: int) -> None:
         """Counts tokens that were written through `array` or `buffer`."""
         self._require_open()
-        if num_tokens < 0 or max(self._written) + num_tokens > self.capacity_tokens:
+        num_tokens = whole_number("num_tokens", num_tokens)
+        if max(self._written) + num_tokens > self.capacity_tokens:
             raise SequenceTooLong(
                 f"{num_tokens} tokens more than {max(self._written)}; {self.capacity_tokens} are reserved"
             )
@@ -203,8 +226,7 @@ class SequenceState:
             raise ClientClosed("the sequence was closed")
 
     def _require_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layout.num_layers:
-            raise InvalidRequest(f"layer {layer} of {self.layout.num_layers}")
+        whole_number("layer", layer, most=self.layout.num_layers - 1)
 
     def _require_fits(self, num_tokens: int) -> None:
         if num_tokens > self.max_tokens:

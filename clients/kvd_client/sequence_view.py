@@ -60,7 +60,7 @@ class SequenceView:
 
     @property
     def num_copied_bytes(self) -> int:
-        """Bytes copied to attach or fork this sequence; 0 where everything was mapped."""
+        """Bytes copied to attach, gather or fork this sequence; 0 where everything was mapped."""
         return self._core.num_copied_bytes
 
     @property
@@ -97,10 +97,24 @@ class SequenceView:
         """Raises `InvalidRequest` when a named token is not written in every layer."""
         self._core.require_complete()
 
+    def parts(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of one layer as one pair of views, or two in the order of the tokens; no copy.
+
+        Each is [num_kv_heads, tokens, head_dim]; together they show the tokens written in the layer. In host memory
+        everything is one part. On a card the blocks lie where they lie, in two parts at most: the prefix, and what is
+        written behind it. What moves between them, and when: `kvd_client.device_storage`. Views taken before stay right
+        and are as long as they were.
+        """
+        return self._core.parts(layer)
+
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each a view [num_kv_heads, tokens written in it, head_dim]; no copy.
 
-        Sealed tokens are mapped read-only: writing there ends the process with SIGSEGV, harming nobody else.
+        On a card a sequence in two parts is gathered into private memory first, and is one part from then on: the copy
+        counts in `num_copied_bytes`, and `parts` spares it. Raises `OutOfMemory` where that memory is not to be had.
+
+        In host memory sealed tokens are mapped read-only: writing there ends the process with SIGSEGV, harming nobody
+        else. Nothing protects them on a card, so write there through `append` alone.
         """
         return self._core.layer(layer)
 
@@ -108,11 +122,15 @@ class SequenceView:
         """Tokens start .. stop of all layers, a view [tokens, num_layers, 2, num_kv_heads, head_dim]; no copy.
 
         `stop` defaults to `num_tokens` and may reach to `capacity_tokens`: write behind `num_tokens`, then `advance`.
+        Tokens that lie in two parts on a card are gathered as by `layer`.
         """
         return self._core.array(start, stop)
 
     def buffer(self, start: int = 0, stop: int | None = None) -> memoryview:
-        """The bytes of `array(start, stop)`, in that order, without torch. Of a materialized sequence it is a copy."""
+        """The bytes of `array(start, stop)`, in that order, without torch. Of a materialized sequence it is a copy.
+
+        Raises `EngineUnsupported` on a card, whose memory the CPU cannot touch.
+        """
         return self._core.buffer(start, stop)
 
     def advance(self, num_tokens: int) -> None:

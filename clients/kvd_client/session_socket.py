@@ -1,6 +1,6 @@
 """The session socket: it opens the session, brings descriptors, and its end is the session's end.
 
-Nothing is ever sent on it after the hello. Reading never blocks once the session stands.
+After the hello only the close of device segments is confirmed on it. Reading never blocks once the session stands.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd import __version__
+from kvd.cuda import pid_namespace
 from kvd.errors import (
     ConnectionFailed,
     DaemonUnavailable,
@@ -61,6 +63,9 @@ class SessionSocket:
         except TimeoutError as error:
             self._socket.close()
             raise RequestTimeout(f"the daemon in {runtime_dir} did not greet within {timeout_s} s") from error
+        except ConnectionError as error:
+            self._socket.close()
+            raise DaemonUnavailable(f"the daemon in {runtime_dir} ended as this client connected ({error})") from error
         except OSError as error:
             self._socket.close()
             raise ConnectionFailed(f"the session socket in {runtime_dir}: {error}") from error
@@ -138,6 +143,27 @@ class SessionSocket:
                 os.close(surplus)
         return None if message is None else Arrival(message, descriptors[0] if descriptors else None)
 
+    def send(self, message: wire_session.SegmentClosed, *, wait_s: float) -> bool:
+        """Whether it has left, or need not: the session may be over. Waits so long for a daemon that does not read."""
+        datagram = wire_session.encode(message)
+        for attempt in range(2):
+            try:
+                self._socket.send(datagram, socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                if not attempt:
+                    self._await_room(wait_s)
+            except OSError:
+                return True
+            else:
+                return True
+        return False
+
+    def _await_room(self, wait_s: float) -> None:
+        with contextlib.suppress(OSError):
+            poll = select.poll()
+            poll.register(self._socket.fileno(), select.POLLOUT)
+            poll.poll(wait_s * 1000)
+
     def close(self) -> None:
         """Ends the session: the daemon takes everything back. Idempotent, from any thread."""
         self._socket.close()
@@ -151,13 +177,6 @@ def _hello(label: str) -> wire_session.Hello:
         protocol_min=PROTOCOL_MIN,
         protocol_max=PROTOCOL_MAX,
         client_version=__version__,
-        pid_namespace=_pid_namespace(),
+        pid_namespace=pid_namespace(),
         label=label,
     )
-
-
-def _pid_namespace() -> str:
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""

@@ -1,43 +1,48 @@
-"""Where a sequence's blocks lie in this process: mapped side by side, nothing copied.
+"""Where a sequence's blocks lie in this process: the contract of every kind.
 
-A storage is told by its sequence which block stands at which place and never talks to the daemon. `private_storage` has
-the kinds that copy.
+A storage is told by its sequence which block stands at which place and never talks to the daemon. `mapped_storage` maps
+host memory, `private_storage` has the kinds that copy it, `device_storage` is for memory on a card.
 """
 
 from __future__ import annotations
 
-import ctypes
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvd.block import BlockId
 from kvd.layout import KVLayout
-from kvd_client.address_range import AddressRange
-from kvd_client.segments import PoolMemory
-from kvd_client.tensors import Views
+from kvd_client.device_order import Stream
 
 if TYPE_CHECKING:
     import torch
 
 
 class Storage(ABC):
-    """`max_blocks` places for blocks in one address range. Called under the session's guard; excludes nobody itself."""
+    """`max_blocks` places for blocks. Called under the session's guard where that changes what lies where; excludes
+    nobody itself.
+    """
 
-    def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory, phase: int = 0) -> None:
-        """`phase`: see `AddressRange`."""
+    def __init__(self, layout: KVLayout, max_blocks: int) -> None:
         self.layout = layout
-        self.memory = memory
+        self.max_blocks = max_blocks
         self.num_copied_bytes = 0
-        self._range = AddressRange(max_blocks * layout.block_nbytes, phase)
-        self._views = Views(self._range.address, self._range.nbytes)
-        self._tokens: torch.Tensor | None = None
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    @abstractmethod
+    def is_private(self) -> bool:
+        """Whether everything lies in memory of this process instead of in the shared blocks."""
+
+    @abstractmethod
+    def fill(self, blocks: Sequence[BlockId], num_sealed: int, *, populate: bool) -> None:
+        """The first blocks of all: sealed ones to read, then reserved ones to write.
+
+        Raises `OutOfMemory`. Whatever it raises, close the storage then.
+        """
 
     @abstractmethod
     def attach(self, first: int, blocks: Sequence[BlockId], *, sealed: bool, populate: bool) -> None:
-        """Puts blocks at places first, first + 1, ...: sealed ones to read, reserved ones to write.
+        """Puts more blocks at places first, first + 1, ...: sealed ones to read, reserved ones to write.
 
         Raises `OutOfMemory`.
         """
@@ -50,132 +55,92 @@ class Storage(ABC):
         """
 
     @abstractmethod
+    def synchronize(self, stream: Stream | None) -> None:
+        """Returns when what was written, by `stream` or torch's current one, is in memory. Not under the guard.
+
+        Raises `CudaDeviceLost`.
+        """
+
+    @abstractmethod
     def publish(self, first: int, blocks: Sequence[BlockId]) -> None:
-        """Just before a seal: the bytes are in the shared blocks and no longer writable from here."""
+        """Just before a seal, after `synchronize`: the bytes are in the shared blocks, no longer written from here."""
 
     @abstractmethod
     def unpublish(self, first: int, num_blocks: int) -> None:
         """The seal failed: writable again."""
 
     @abstractmethod
-    def replace(self, place: int, block: BlockId) -> None:
-        """Puts another sealed block with the same content in the place of ours. No view lives."""
+    def freeze(self) -> None:
+        """The sequence has left this storage: what is still written through a view faults, or stays in this process.
+
+        As far as anything protects that kind of memory.
+        """
+
+    @abstractmethod
+    def replace(self, standing: Mapping[int, BlockId]) -> bool:
+        """Puts other sealed blocks with the same content in the places of ours, if that can be. No view lives.
+
+        When true, nothing uses ours any more.
+        """
+
+    @abstractmethod
+    def spans(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Tokens start .. stop as views [tokens, num_layers, 2, num_kv_heads, head_dim], one for each part they lie in.
+
+        At least one, which may be empty.
+        """
+
+    @abstractmethod
+    def parts(self, layer: int, num_tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of the layer's first tokens, each [num_kv_heads, tokens, head_dim]: one pair or two."""
+
+    @abstractmethod
+    def num_parts(self, start: int, stop: int) -> int:
+        """How many views these tokens need: 1 or 2."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Copies everything into one part, if it is not in one. Raises `OutOfMemory`."""
+
+    @abstractmethod
+    def write(self, layer: int, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes keys and values [num_kv_heads, n, head_dim] of one layer's tokens `at` and on."""
+
+    @abstractmethod
+    def bytes(self, start: int, stop: int) -> memoryview:
+        """The bytes of tokens start .. stop, token-major. Raises `EngineUnsupported` for those on a card."""
+
+    @abstractmethod
+    def contents(self, start: int, stop: int) -> memoryview:
+        """What `bytes` would show, to read only, wherever it lies; after `synchronize`."""
 
     def copy_tokens(self, source: Storage, start: int, stop: int) -> int:
         """Copies tokens start .. stop from the same places of another storage; returns the bytes copied."""
         if start >= stop:
             return 0
-        nbytes = self.layout.token_nbytes
-        ctypes.memmove(self.address + start * nbytes, source.address + start * nbytes, (stop - start) * nbytes)
-        return (stop - start) * nbytes
+        at = start
+        for theirs in source.spans(start, stop):
+            begin = at
+            for ours in self.spans(at, at + theirs.shape[0]):
+                ours.copy_(theirs[at - begin : at - begin + ours.shape[0]])
+                at += ours.shape[0]
+        return (stop - start) * self.layout.token_nbytes
 
-    @property
-    def address(self) -> int:
-        """Where place 0 begins."""
-        return self._range.address
-
-    def token_tensor(self) -> torch.Tensor:
-        """All places as [tokens, num_layers, 2, num_kv_heads, head_dim]; parts without a block fault when touched."""
-        if self._tokens is None:
-            self._tokens = self._arrange(self._views.tensor(self.layout.dtype))
-        return self._tokens
-
-    def _arrange(self, flat: torch.Tensor) -> torch.Tensor:
-        layout = self.layout
-        return flat.view(-1, layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
-
-    def layer_tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer for all places, each [num_kv_heads, tokens, head_dim]."""
-        # Kept, so that a decode step costs two narrows a layer.
-        found = self._layers.get(layer)
-        if found is None:
-            both = self.token_tensor().select(1, layer)
-            found = (both.select(1, 0).transpose(0, 1), both.select(1, 1).transpose(0, 1))
-            self._layers[layer] = found
-        return found
-
-    def bytes(self, start: int, stop: int) -> memoryview:
-        """The bytes of tokens start .. stop, token-major."""
-        nbytes = self.layout.token_nbytes
-        return self._views.bytes()[start * nbytes : stop * nbytes]
-
+    @abstractmethod
     def has_live_views(self) -> bool:
         """Whether a caller still holds a tensor or memoryview; our own cached ones are let go first."""
-        self._tokens = None
-        self._layers = {}
-        return self._views.any_alive()
 
+    @abstractmethod
     def when_unused(self, call: Callable[[], None]) -> None:
-        """See `Views.when_dead`; no view is made from here on."""
-        self._tokens = None
-        self._layers = {}
-        self._views.when_dead(call)
+        """Calls once when nothing shows or uses the memory any more, perhaps now, perhaps in any thread.
 
+        No view is made from here on; `call` must be fit for a finalizer.
+        """
+
+    @abstractmethod
+    def quiesce(self) -> None:
+        """Returns when no work of this process uses the memory. Before blocks go back. Never raises."""
+
+    @abstractmethod
     def close(self) -> None:
         """Unmaps everything; nobody holds a view. Idempotent."""
-        self._range.close()
-
-
-class MappedStorage(Storage):
-    """The blocks themselves, one mapping per run of neighbours."""
-
-    def __init__(self, layout: KVLayout, max_blocks: int, memory: PoolMemory, phase: int = 0) -> None:
-        super().__init__(layout, max_blocks, memory, phase)
-        self._mapped_nbytes = 0
-        """From the start on; blocks are attached place after place."""
-
-    def attach(self, first: int, blocks: Sequence[BlockId], *, sealed: bool, populate: bool) -> None:
-        block_nbytes = self.layout.block_nbytes
-        for run in self.memory.runs(blocks, writable=not sealed):
-            offset, nbytes = (first + run.first) * block_nbytes, run.num_blocks * block_nbytes
-            self._range.map_file(offset, nbytes, run.fd, run.offset, writable=not sealed)
-            self._mapped_nbytes = max(self._mapped_nbytes, offset + nbytes)
-            if populate:
-                self._range.make_resident(offset, nbytes)
-
-    def detach(self, first: int) -> None:
-        # No byte further than what is mapped: a cut at the edges of mappings splits none, so it goes through even at
-        # vm.max_map_count.
-        offset = first * self.layout.block_nbytes
-        if offset < self._mapped_nbytes:
-            self._range.forget(offset, self._mapped_nbytes - offset)
-            self._mapped_nbytes = offset
-
-    def close(self) -> None:
-        super().close()
-        self._mapped_nbytes = 0
-
-    def publish(self, first: int, blocks: Sequence[BlockId]) -> None:
-        # Before the seal, not after: from the moment that others can find a block nobody can write it through us.
-        self._protect(first, len(blocks), writable=False)
-
-    def unpublish(self, first: int, num_blocks: int) -> None:
-        self._protect(first, num_blocks, writable=True)
-
-    def _protect(self, first: int, num_blocks: int, *, writable: bool) -> None:
-        block_nbytes = self.layout.block_nbytes
-        self._range.protect(first * block_nbytes, num_blocks * block_nbytes, writable=writable)
-
-    def replace(self, place: int, block: BlockId) -> None:
-        self.attach(place, [block], sealed=True, populate=False)
-
-
-_CHECKED_RUNS = 64
-_SPARE_MAPPINGS = 2048
-"""Left to the rest of the process (allocators, libraries, thread stacks) below vm.max_map_count."""
-
-
-def has_room_for(num_mappings: int) -> bool:
-    """Whether so many more mappings leave the process well below vm.max_map_count.
-
-    Few are granted unseen, since counting costs more than mapping them; the kernel's own refusal is handled too.
-    """
-    if num_mappings <= _CHECKED_RUNS:
-        return True
-    try:
-        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
-        with open("/proc/self/maps", "rb") as maps:
-            held = sum(chunk.count(b"\n") for chunk in iter(lambda: maps.read(1 << 20), b""))
-    except OSError:
-        return True
-    return held + num_mappings + _SPARE_MAPPINGS <= limit

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 class Views:
     """Makes views over `nbytes` at `address` and knows whether any is alive. Needs no numpy."""
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, owner: object = None) -> None:
+        """`owner` is what the memory belongs to, if it must live as long as a view does."""
+        self._owner = owner
         self._address = address
         self._nbytes = nbytes
         self._anchor: weakref.ref[ctypes.Array[ctypes.c_ubyte]] | None = None
@@ -43,6 +45,7 @@ class Views:
         anchor = self._anchor() if self._anchor is not None else None
         if anchor is None:
             anchor = (ctypes.c_ubyte * self._nbytes).from_address(self._address)
+            anchor.owner = self._owner  # type: ignore[attr-defined]
             self._anchor = weakref.ref(anchor, self._anchor_died)
         return anchor
 

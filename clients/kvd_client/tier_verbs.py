@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from kvd.block import NamespaceDigest
 from kvd.errors import InvalidRequest
-from kvd.hashing import Namespace, chain_hashes, encode_tokens, pack_hashes
+from kvd.hashing import chain_hashes, pack_hashes
 from kvd.protocol import replies
 from kvd.protocol.replies import Done, Flushed, Matched, Resized, Spilling
 from kvd.protocol.requests import Flush, Match, Pin, Prefetch, Resize, Spill, Unpin
 from kvd_client import verbs
 from kvd_client.link import Link
-from kvd_client.verb import Tokens, Verb, expect
+from kvd_client.opened_cache import CacheSpec
+from kvd_client.verb import Verb, expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +58,27 @@ class ResizeOutcome:
     """Blocks that are copied down before memory goes."""
 
 
-def reach(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[Reach]:
-    """Asks memory and every tier."""
-    handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))
+def reach(link: Link, spec: CacheSpec, tokens: bytes) -> Verb[Reach]:
+    """Asks memory and every tier; `tokens` as `encode_tokens` gives them, here and below."""
+    handle, hashes = yield from _named(link, spec, tokens)
     matched = expect((yield Match(link.next_id(), link.epoch, handle, hashes)), Matched)
-    block_tokens = namespace.layout.block_tokens
+    block_tokens = spec.namespace.layout.block_tokens
     by_tier = {name: length * block_tokens for name, length in zip(matched.tiers, matched.reach, strict=True)}
     return Reach(matched.num_resident * block_tokens, by_tier)
 
 
-def reach_in(link: Link, digest: bytes, block_tokens: int, token_ids: Tokens) -> Verb[Reach]:
+def reach_in(link: Link, digest: bytes, block_tokens: int, tokens: bytes) -> Verb[Reach]:
     """The same in a namespace of the own tenant that is known by its digest alone."""
     link.require_alive()
-    hashes = pack_hashes(chain_hashes(NamespaceDigest(digest), encode_tokens(token_ids), block_tokens))
+    hashes = pack_hashes(chain_hashes(NamespaceDigest(digest), tokens, block_tokens))
     matched = expect((yield Match(link.next_id(), link.epoch, 0, hashes, digest)), Matched)
     by_tier = {name: length * block_tokens for name, length in zip(matched.tiers, matched.reach, strict=True)}
     return Reach(matched.num_resident * block_tokens, by_tier)
 
 
-def prefetch(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[None]:
+def prefetch(link: Link, spec: CacheSpec, tokens: bytes) -> Verb[None]:
     """Returns when the daemon knows of it."""
-    handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))
+    handle, hashes = yield from _named(link, spec, tokens)
     expect((yield Prefetch(link.next_id(), link.epoch, handle, hashes)), Done)
 
 
@@ -93,11 +94,11 @@ class Pinned:
     """Held now; the rest is held as soon as it is computed, or has come up from a tier."""
 
 
-def pin(link: Link, namespace: Namespace, token_ids: Tokens, *, label: str) -> Verb[Pinned]:
+def pin(link: Link, spec: CacheSpec, tokens: bytes, *, label: str) -> Verb[Pinned]:
     """Returns when the daemon knows of it."""
-    handle, hashes = yield from _named(link, namespace, encode_tokens(token_ids))
+    handle, hashes = yield from _named(link, spec, tokens)
     pinned = expect((yield Pin(link.next_id(), link.epoch, handle, hashes, label)), replies.Pinned)
-    block_tokens = namespace.layout.block_tokens
+    block_tokens = spec.namespace.layout.block_tokens
     return Pinned(pinned.pin, pinned.num_blocks * block_tokens, pinned.num_resident * block_tokens)
 
 
@@ -134,7 +135,7 @@ def resize(link: Link, nbytes: int, device: str) -> Verb[ResizeOutcome]:
     )
 
 
-def _named(link: Link, namespace: Namespace, tokens: bytes) -> Verb[tuple[int, bytes]]:
-    cache = yield from verbs.open_cache(link, namespace)
-    hashes = chain_hashes(NamespaceDigest(cache.digest), tokens, namespace.layout.block_tokens)
+def _named(link: Link, spec: CacheSpec, tokens: bytes) -> Verb[tuple[int, bytes]]:
+    cache = yield from verbs.open_cache(link, spec)
+    hashes = chain_hashes(NamespaceDigest(cache.digest), tokens, spec.namespace.layout.block_tokens)
     return cache.handle, pack_hashes(hashes)

@@ -7,17 +7,12 @@ stands for. The same verbs serve the blocking and the asyncio client.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from functools import partial
 from typing import SupportsIndex, TypeVar
 
-from kvd.block import HASH_NBYTES
 from kvd.errors import ConnectionFailed, from_wire
-from kvd.protocol.replies import Begun, Failed, Reply, Reserved
-from kvd.protocol.requests import Begin, Request, Reserve, Retain, Seal
-from kvd.protocol.wire import BLOCK_ID_NBYTES
-from kvd_client.link import Link
+from kvd.protocol.replies import Failed, Reply
+from kvd.protocol.requests import Begin, Request, Seal
 from kvd_client.options import LONGEST_DEFAULT_WAIT_S
-from kvd_client.releases import releases
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
@@ -54,25 +49,6 @@ def bound_s(request: Request, timeout_s: float) -> float:
     if type(request) is not Begin:
         return timeout_s
     return timeout_s + (LONGEST_DEFAULT_WAIT_S if request.wait_s is None else request.wait_s)
-
-
-def undo(link: Link, request: Request, reply: Reply) -> Iterable[Request]:
-    """What gives back that which a reply brings to a caller who no longer waits for it."""
-    give_back = partial(releases, link.next_id, link.epoch)
-    if isinstance(request, Begin) and isinstance(reply, Begun):
-        cut = reply.num_cached * BLOCK_ID_NBYTES
-        num_hash_bytes = reply.num_announced * HASH_NBYTES
-        return give_back(
-            request.cache,
-            blocks=reply.blocks[:cut],
-            reserved=reply.blocks[cut:],
-            hashes=request.hashes[len(request.hashes) - num_hash_bytes :],
-        )
-    if isinstance(request, Reserve) and isinstance(reply, Reserved):
-        return give_back(request.cache, reserved=reply.blocks)
-    if isinstance(request, Retain) and isinstance(reply, Reserved):
-        return give_back(request.cache, blocks=request.blocks, reserved=reply.blocks)
-    return ()
 
 
 def leaves_unknown_state(request: Request) -> bool:

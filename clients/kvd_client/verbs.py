@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from kvd.block import ChainHash, NamespaceDigest
-from kvd.errors import CorruptBlock, InvalidRequest, OutOfBlocks, SequenceTooLong
-from kvd.hashing import TOKEN_NBYTES, Namespace, chain_hashes, encode_tokens, pack_hashes
+from kvd.errors import CorruptBlock, CudaImportRefused, OutOfBlocks, SequenceTooLong
+from kvd.hashing import TOKEN_NBYTES, chain_hashes, pack_hashes
 from kvd.protocol.replies import Begun, CacheOpened, Done, Matched, Reserved, StatusReply, Verified
 from kvd.protocol.requests import Begin, Check, Match, OpenCache, Release, Reserve, Status, Verify
 from kvd.protocol.wire import unpack_block_ids
 from kvd.status import Snapshot
-from kvd_client.link import Link, OpenedCache
+from kvd_client.arguments import MAX_TOKENS, seconds, whole_number
+from kvd_client.landing import Landing
+from kvd_client.link import Link
 from kvd_client.named_tokens import NamedTokens
+from kvd_client.opened_cache import CacheSpec, OpenedCache, tell_staged, why_not_mapped
 from kvd_client.options import DEFAULT_GROWTH_TOKENS
 from kvd_client.sequence_core import SequenceCore
 from kvd_client.sequence_state import SequenceOptions
-from kvd_client.verb import Tokens, Verb, expect
+from kvd_client.verb import Verb, expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +68,26 @@ def settle(link: Link) -> Verb[None]:
             expect((yield Release(link.next_id(), link.epoch, cache.handle, ack=True)), Done)
 
 
-def open_cache(link: Link, namespace: Namespace) -> Verb[OpenedCache]:
-    """The session's handle on a namespace; asks once per link."""
+def open_cache(link: Link, spec: CacheSpec) -> Verb[OpenedCache]:
+    """The session's handle on a namespace; asks once per link.
+
+    Where the pool is on a card that this process cannot map, the host pool beside it.
+    """
     link.require_alive()
-    known = link.caches.get(namespace)
+    known = link.caches.get(spec)
     if known is not None:
         return known
-    layout = namespace.layout
-    request = OpenCache(
+    reply = expect((yield _open_request(link, spec, staged=spec.staged)), CacheOpened)
+    reason = None if spec.ask_only else why_not_mapped(reply)
+    if reason is not None:
+        tell_staged(reply.device, reason)
+        reply = expect((yield _open_request(link, spec, staged=True)), CacheOpened)
+    return link.opened(spec, reply)
+
+
+def _open_request(link: Link, spec: CacheSpec, *, staged: bool) -> OpenCache:
+    namespace, layout = spec.namespace, spec.namespace.layout
+    return OpenCache(
         link.next_id(),
         link.epoch,
         model=namespace.model,
@@ -86,39 +101,60 @@ def open_cache(link: Link, namespace: Namespace) -> Verb[OpenedCache]:
         dtype=layout.dtype,
         block_tokens=layout.block_tokens,
         block_nbytes=layout.block_nbytes,
+        device=spec.device,
+        staged=staged,
     )
-    return link.opened(namespace, expect((yield request), CacheOpened))
 
 
-def match(link: Link, namespace: Namespace, token_ids: Tokens) -> Verb[int]:
-    """How many leading tokens are resident."""
-    tokens = encode_tokens(token_ids)
-    cache = yield from open_cache(link, namespace)
+def match(link: Link, spec: CacheSpec, tokens: bytes) -> Verb[int]:
+    """How many leading tokens are resident; `tokens` as `encode_tokens` gives them."""
+    cache = yield from open_cache(link, spec)
     hashes = _hashes(cache, tokens)
     reply = yield Match(link.next_id(), link.epoch, cache.handle, pack_hashes(hashes))
-    return expect(reply, Matched).num_resident * namespace.layout.block_tokens
+    return expect(reply, Matched).num_resident * spec.namespace.layout.block_tokens
 
 
 def allocate(
-    link: Link, namespace: Namespace, num_tokens: int, *, max_tokens: int | None, options: SequenceOptions
+    link: Link, spec: CacheSpec, num_tokens: int, *, max_tokens: int | None, options: SequenceOptions
 ) -> Verb[SequenceCore]:
     """A sequence without token ids, all of it reserved."""
-    max_tokens = num_tokens if max_tokens is None else max_tokens
-    if num_tokens < 1:
-        raise InvalidRequest(f"a sequence of {num_tokens} tokens")
-    _require_room(num_tokens, max_tokens)
-    cache = yield from open_cache(link, namespace)
-    num_blocks = namespace.layout.num_blocks(num_tokens)
-    reserved = expect((yield Reserve(link.next_id(), link.epoch, cache.handle, num_blocks)), Reserved)
-    core = SequenceCore(link, cache, _names(cache), max_tokens=max_tokens, options=options)
-    core.start(0, unpack_block_ids(reserved.blocks), num_announced=0)
-    return core
+    num_tokens = whole_number("num_tokens", num_tokens, least=1, most=MAX_TOKENS)
+    most = _max_tokens(num_tokens, num_tokens if max_tokens is None else max_tokens)
+
+    def reserve(cache: OpenedCache) -> Verb[SequenceCore]:
+        num_blocks = spec.namespace.layout.num_blocks(num_tokens)
+        core = SequenceCore(link, cache, _names(cache), max_tokens=most, options=options)
+        landing = Landing(link)
+        try:
+            request = Reserve(link.next_id(), link.epoch, cache.handle, num_blocks)
+            reserved = expect((yield landing.awaits(request)), Reserved)
+            core.start(0, unpack_block_ids(reserved.blocks), num_announced=0)
+        except BaseException:
+            core.abandon(landing)
+            raise
+        return core
+
+    return (yield from _mapped_or_staged(link, spec, reserve))
+
+
+def _mapped_or_staged(
+    link: Link, spec: CacheSpec, attach: Callable[[OpenedCache], Verb[SequenceCore]]
+) -> Verb[SequenceCore]:
+    """What `attach` makes of the cache, or of the host pool beside it where the driver refuses to map a segment."""
+    cache = yield from open_cache(link, spec)
+    try:
+        return (yield from attach(cache))
+    except CudaImportRefused as error:
+        # It was let go of, so nothing is held. Other sequences lie in other segments, so they try for themselves.
+        tell_staged(cache.device, str(error))
+    staged = yield from open_cache(link, replace(spec, staged=True))
+    return (yield from attach(staged))
 
 
 def begin(
     link: Link,
-    namespace: Namespace,
-    token_ids: Tokens,
+    spec: CacheSpec,
+    tokens: bytes,
     *,
     max_tokens: int | None,
     wait_s: float | None,
@@ -126,48 +162,62 @@ def begin(
     announce: bool,
     options: SequenceOptions,
 ) -> Verb[SequenceCore]:
-    """The longest cached prefix attached, the rest reserved and announced: one round trip."""
-    tokens = encode_tokens(token_ids)
-    layout = namespace.layout
+    """The longest cached prefix attached, the rest reserved and announced: one round trip.
+
+    `tokens` as `encode_tokens` gives them.
+    """
+    layout = spec.namespace.layout
     num_tokens = len(tokens) // TOKEN_NBYTES
-    if max_tokens is None:
-        max_tokens = num_tokens + DEFAULT_GROWTH_TOKENS
-    _require_room(num_tokens, max_tokens)
-    cache = yield from open_cache(link, namespace)
-    hashes = _hashes(cache, tokens)
-    packed = pack_hashes(hashes)
-
-    def ask(num_blocks: int) -> Begin:
-        return Begin(
-            link.next_id(),
-            link.epoch,
-            cache.handle,
-            packed,
-            # One token at least is left to compute: engines need the logits of the last one.
-            max_cached=max(0, num_tokens - 1) // layout.block_tokens,
-            num_blocks=num_blocks,
-            announce=announce,
-            wait_s=wait_s,
-            with_checksums=verify,
-        )
-
+    most = _max_tokens(num_tokens, num_tokens + DEFAULT_GROWTH_TOKENS if max_tokens is None else max_tokens)
+    bound_s = None if wait_s is None else seconds("wait_s", wait_s)
     needed = layout.num_blocks(num_tokens)
-    ahead = layout.num_blocks(min(max_tokens, num_tokens + link.reserve_ahead_tokens))
-    request = ask(ahead)
-    try:
-        reply = yield request
-    except OutOfBlocks:
-        if ahead == needed:
+    ahead = layout.num_blocks(min(most, num_tokens + link.reserve_ahead_tokens))
+
+    def attach(cache: OpenedCache) -> Verb[SequenceCore]:
+        hashes = _hashes(cache, tokens)
+        packed = pack_hashes(hashes)
+
+        def ask(num_blocks: int) -> Begin:
+            return Begin(
+                link.next_id(),
+                link.epoch,
+                cache.handle,
+                packed,
+                # One token at least is left to compute: engines need the logits of the last one.
+                max_cached=max(0, num_tokens - 1) // layout.block_tokens,
+                num_blocks=num_blocks,
+                announce=announce,
+                wait_s=bound_s,
+                with_checksums=verify,
+            )
+
+        core = SequenceCore(link, cache, _names(cache, tokens, hashes), max_tokens=most, options=options)
+        if not ahead:
+            # Nothing is asked for, and there is nothing to find: it gets its blocks when it grows.
+            core.start(0, [], num_announced=0)
+            return core
+        landing = Landing(link)
+        try:
+            try:
+                reply = yield landing.awaits(ask(ahead))
+            except OutOfBlocks:
+                if ahead == needed:
+                    raise
+                # What is reserved ahead is a convenience; the prompt itself may still fit.
+                if not needed:
+                    core.start(0, [], num_announced=0)
+                    return core
+                reply = yield landing.awaits(ask(needed))
+            begun = expect(reply, Begun)
+            core.start(begun.num_cached, unpack_block_ids(begun.blocks), num_announced=begun.num_announced)
+        except BaseException:
+            core.abandon(landing)
             raise
-        # What is reserved ahead is a convenience; the prompt itself may still fit.
-        request = ask(needed)
-        reply = yield request
-    begun = expect(reply, Begun)
-    core = SequenceCore(link, cache, _names(cache, tokens, hashes), max_tokens=max_tokens, options=options)
-    core.start(begun.num_cached, unpack_block_ids(begun.blocks), num_announced=begun.num_announced)
-    if verify:
-        _verify(core, begun)
-    return core
+        if verify:
+            _verify(core, begun)
+        return core
+
+    return (yield from _mapped_or_staged(link, spec, attach))
 
 
 def _verify(core: SequenceCore, begun: Begun) -> None:
@@ -184,9 +234,11 @@ def _verify(core: SequenceCore, begun: Begun) -> None:
         )
 
 
-def _require_room(num_tokens: int, max_tokens: int) -> None:
+def _max_tokens(num_tokens: int, max_tokens: int) -> int:
+    max_tokens = whole_number("max_tokens", max_tokens, most=MAX_TOKENS)
     if num_tokens > max_tokens:
         raise SequenceTooLong(f"{num_tokens} tokens do not fit max_tokens={max_tokens}")
+    return max_tokens
 
 
 def _hashes(cache: OpenedCache, tokens: bytes) -> list[ChainHash]:

@@ -33,6 +33,7 @@ from kvd.protocol.requests import Begin, Release
 from kvd.protocol.wire import BLOCK_ID_NBYTES
 from kvd_client import Cache, verbs
 from kvd_client.link import Link
+from kvd_client.opened_cache import CacheSpec
 from kvd_client.verb import Verb, expect
 
 NUM_BLOCKS = 256
@@ -44,7 +45,7 @@ GET = Target(name="l1_get", unit="ms", text="< 0.2 ms", at_most=0.2)
 
 def timed_begin(link: Link, namespace: Namespace, packed_hashes: bytes) -> Verb[float]:
     """Seconds from the request to its decoded reply; what it acquired is given back afterwards."""
-    cache = yield from verbs.open_cache(link, namespace)
+    cache = yield from verbs.open_cache(link, CacheSpec(namespace))
     start = time.perf_counter()
     reply = yield Begin(
         link.next_id(),
@@ -152,7 +153,7 @@ def _measure(run: Run) -> list[Row]:
 
 def packed_hashes(link: Link, namespace: Namespace, token_ids: list[int]) -> Verb[bytes]:
     """The chain hashes of a prompt's full blocks, as they travel."""
-    cache = yield from verbs.open_cache(link, namespace)
+    cache = yield from verbs.open_cache(link, CacheSpec(namespace))
     tokens = encode_tokens(token_ids)
     return pack_hashes(chain_hashes(NamespaceDigest(cache.digest), tokens, namespace.layout.block_tokens))
 

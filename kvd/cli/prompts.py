@@ -74,4 +74,5 @@ def open_cache(client: kvd_client.Client, namespace: Namespace) -> kvd_client.Ca
         positional=namespace.positional,
         adapter=namespace.adapter,
         salt=namespace.salt,
+        ask_only=True,
     )

@@ -20,6 +20,7 @@ _PCI_DEVICE_ID = 34
 _PCI_DOMAIN_ID = 50
 _COMPUTE_CAPABILITY_MAJOR = 75
 _COMPUTE_CAPABILITY_MINOR = 76
+_DIRECT_MANAGED_MEM_ACCESS_FROM_HOST = 101
 SHARED_COMPUTE_MODE = 0
 """The only compute mode in which several processes may use a card at once."""
 
@@ -41,6 +42,8 @@ class Device:
     is_integrated: bool
     has_ecc: bool
     compute_mode: int
+    is_cpu_touchable: bool
+    """Whether the CPU can touch the card's memory without migration, as with coherent links; then perhaps this too."""
 
     def __str__(self) -> str:
         return f"cuda:{self.ordinal} ({self.name}, {self.total_nbytes >> 20} MiB, {self.uuid})"
@@ -98,6 +101,7 @@ class Driver:
             is_integrated=bool(attribute(_INTEGRATED)),
             has_ecc=bool(attribute(_ECC_ENABLED)),
             compute_mode=attribute(_COMPUTE_MODE),
+            is_cpu_touchable=bool(attribute(_DIRECT_MANAGED_MEM_ACCESS_FROM_HOST)),
         )
 
 

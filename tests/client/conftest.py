@@ -1,4 +1,4 @@
-"""A real daemon in its own process, and other client processes that a test steers."""
+"""A real daemon in its own process, on host memory or on a card, and other client processes that a test steers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,25 @@ from pathlib import Path
 import pytest
 
 import kvd_client
+from tests.client.homes import fake_machine
 from tests.client.processes import Worker
+from tests.cuda.conftest import machine, start  # noqa: F401 - fixtures
+from tests.fakecuda.machine import FakeMachine
 from tests.support.daemon import Daemon, running_daemon
 
 
+@pytest.fixture(scope="module", params=["host", "card"])
+def home(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeMachine | None]:
+    if request.param == "host":
+        yield None
+        return
+    with fake_machine(tmp_path_factory.mktemp("machine")) as machine:  # noqa: F811
+        yield machine
+
+
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path, budget="64MiB", segment="4MiB", memory={"checksums": True}) as daemon:
+def daemon(tmp_path: Path, home: FakeMachine | None) -> Iterator[Daemon]:
+    with running_daemon(tmp_path, budget="64MiB", segment="4MiB", memory={"checksums": True}, machine=home) as daemon:
         yield daemon
 
 

@@ -37,8 +37,13 @@ def fill(seq: object, token_ids: Ids[int], stop: int | None = None) -> None:
 def holds(seq: SequenceView, token_ids: Ids[int], num_tokens: int) -> bool:
     """Whether every layer shows exactly the right KV of the first `num_tokens`."""
     for layer in range(seq.layout.num_layers):
-        expected = keys_values(layer, token_ids, 0, num_tokens, seq.layout)
-        for view, right in zip(seq.layer(layer), expected, strict=True):
-            if not torch.equal(view, right):
+        at = 0
+        for keys, values in seq.parts(layer):
+            stop = at + keys.shape[1]
+            right = keys_values(layer, token_ids, at, stop, seq.layout)
+            if not (torch.equal(keys, right[0]) and torch.equal(values, right[1])):
                 return False
+            at = stop
+        if at != num_tokens:
+            return False
     return True

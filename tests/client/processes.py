@@ -8,21 +8,26 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients'}"}
+
+
+def environment() -> dict[str, str]:
+    """For a process that imports this checkout."""
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'clients'}"}
 
 
 class Worker:
     """Another client process; see `tests.client.worker`. A call that waits can be begun here and finished later."""
 
-    def __init__(self, runtime_dir: Path) -> None:
+    def __init__(self, runtime_dir: Path, *, prefix: Sequence[str] = (), **environ: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.client.worker", str(runtime_dir)],
-            env=ENVIRONMENT,
+            [*prefix, sys.executable, "-m", "tests.client.worker", str(runtime_dir)],
+            env=environment() | environ,
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -77,7 +82,7 @@ def run_python(code: str, *arguments: str, timeout_s: float = 60) -> subprocess.
     """A script in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
-        env=ENVIRONMENT,
+        env=environment(),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import torch
 
 import kvd_client
 import kvd_client.aio
-from kvd.errors import ClientClosed, DaemonRestarted, InvalidRequest, RequestTimeout, WouldWait
+from kvd.errors import ClientClosed, DaemonRestarted, DaemonUnavailable, InvalidRequest, RequestTimeout, WouldWait
+from kvd_client.aio_runner import AsyncRunner
 from tests.client.kv import LAYOUT, MODEL, holds, keys_values
 from tests.client.processes import Worker
 from tests.support.daemon import Daemon
+from tests.support.wait import eventually
 
 PROMPT = list(range(600, 700))
 
@@ -24,15 +26,11 @@ async def fill(seq: kvd_client.aio.Sequence, tokens: list[int]) -> None:
 
 
 async def own_figures(client: kvd_client.aio.Client) -> tuple[int, int, int, int]:
+    """References, reservations, announcements, waits. What a task has just begun was sent, and handled, before."""
+    # Two round trips: during the first one the task sends, and the daemon takes a session's requests in order.
     await client.check()
     (own,) = [entry for entry in (await client.status()).clients if entry.session == client.session_id]
     return own.num_references, own.num_reserved, own.num_announced, own.num_waiting
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -123,20 +121,13 @@ async def test_a_cancelled_begin_gives_back_what_still_comes(
     writer = start_worker()
     writer.call("begin", tokens=PROMPT)
     waiting = asyncio.create_task(acache.sequence(PROMPT, wait_s=60))
-
-    async def is_waiting() -> bool:
-        return (await own_figures(aclient))[3] == 1
-
-    await eventually(is_waiting)
+    assert (await own_figures(aclient))[3] == 1
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert writer.call("fill_and_commit") == 96
-
-    async def is_settled() -> bool:
-        return (await own_figures(aclient)) == (0, 0, 0, 0)
-
-    await eventually(is_settled)
+    await asyncio.wait(set(aclient._runner._background), timeout=10)
+    assert await own_figures(aclient) == (0, 0, 0, 0)
 
 
 async def test_a_cancelled_commit_is_seen_through(aclient: kvd_client.aio.Client, acache: kvd_client.aio.Cache) -> None:
@@ -158,11 +149,7 @@ async def test_closing_with_a_begin_under_way(daemon: Daemon, aclient: kvd_clien
     async with await cache.sequence(PROMPT):
         other = await kvd_client.aio.connect(daemon.folder)
         waiting = asyncio.create_task((await other.cache(model=MODEL, layout=LAYOUT)).sequence(PROMPT, wait_s=60))
-
-        async def is_waiting() -> bool:
-            return any(entry.num_waiting for entry in (await aclient.status()).clients)
-
-        await eventually(is_waiting)
+        assert (await own_figures(other))[3] == 1
         await other.close()
         with pytest.raises(ClientClosed):
             await waiting
@@ -181,11 +168,8 @@ async def test_tensors_outlive_the_client_and_its_loop(daemon: Daemon) -> None:
         assert len(observer.status().clients) == 2
         assert torch.equal(keys, keys_values(0, PROMPT, 0, 100)[0])
         del keys
-
-        async def is_alone() -> bool:
-            return len(observer.status().clients) == 1
-
-        await eventually(is_alone)
+        # In a thread, since this loop's last step still holds its result, the tensor.
+        await asyncio.to_thread(eventually, lambda: len(observer.status().clients) == 1)
 
 
 # case B12
@@ -235,12 +219,51 @@ async def test_a_daemon_that_does_not_answer_is_a_time_out(daemon: Daemon) -> No
 async def test_after_every_restart_the_loop_hears_of_the_next(daemon: Daemon) -> None:
     async with kvd_client.aio.connect(daemon.folder, timeout_s=5) as client:
         cache = await client.cache(model=MODEL, layout=LAYOUT)
-
-        async def is_lost() -> bool:
-            return client._runner.link.lost is not None
-
         for _ in range(3):
             assert await cache.match(PROMPT) == 0
+            lost = heard_of_the_end(client)
             daemon.kill()
             daemon.start()
-            await eventually(is_lost)
+            async with asyncio.timeout(10):
+                await lost.wait()
+
+
+def heard_of_the_end(client: kvd_client.aio.Client) -> asyncio.Event:
+    """Set once the client's session is lost."""
+    link, heard = client._runner.link, asyncio.Event()
+    tell = link.when_lost
+
+    def when_lost() -> None:
+        tell()
+        heard.set()
+
+    link.when_lost = when_lost
+    return heard
+
+
+# case B12
+async def test_a_daemon_that_dies_right_after_it_greeted_is_unavailable(
+    daemon: Daemon, aclient: kvd_client.aio.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = AsyncRunner.connect
+
+    async def connect_to_the_dying(runner: AsyncRunner) -> None:
+        await connect(runner)
+        daemon.kill()
+
+    daemon.kill()
+    daemon.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncRunner, "connect", connect_to_the_dying)
+        with pytest.raises(DaemonUnavailable, match="ended as this client connected"):
+            await aclient.status()
+    daemon.start()
+    assert len((await aclient.status()).clients) == 1
+
+
+# case B12
+async def test_token_ids_that_are_read_once_survive_a_restart(daemon: Daemon, acache: kvd_client.aio.Cache) -> None:
+    daemon.kill()
+    daemon.start()
+    async with await acache.sequence(iter(PROMPT)) as seq:
+        assert seq.token_ids == PROMPT

@@ -22,7 +22,7 @@ from kvd.protocol.requests import Begin, Forget
 from kvd.protocol.wire import unpack_block_ids
 from kvd_client import blob_core, verbs
 from kvd_client.verb import expect
-from tests.client.processes import ENVIRONMENT, ROOT
+from tests.client.processes import ROOT, environment
 from tests.support.daemon import Daemon, running_daemon
 from tests.support.redis_servers import running_server
 from tests.support.wait import eventually
@@ -37,8 +37,10 @@ def content(nbytes: int, seed: int = 1) -> bytes:
 
 
 @pytest.fixture
-def daemon(tmp_path) -> Iterator[Daemon]:
-    with running_daemon(tmp_path, budget="8MiB") as daemon:
+def daemon(tmp_path, home) -> Iterator[Daemon]:
+    """On a machine with a card blobs are in the host memory beside it."""
+    memory = {} if home is None else {"host": {"budget": 8 << 20}}
+    with running_daemon(tmp_path, budget="8MiB", memory=memory, machine=home) as daemon:
         yield daemon
 
 
@@ -149,8 +151,8 @@ def whole(client: kvd_client.Client, blobs: kvd_client.Blobs, key: bytes):
     """Handle, names of the body's blocks."""
 
     def verb(link):
-        heads = yield from verbs.open_cache(link, blobs._spaces.heads)
-        bodies = yield from verbs.open_cache(link, blobs._spaces.bodies)
+        heads = yield from blob_core._open(link, blobs._spaces.heads)
+        bodies = yield from blob_core._open(link, blobs._spaces.bodies)
         head = yield from blob_core._read_head(link, heads, head_hash(NamespaceDigest(heads.digest), key))
         return bodies, head.body_hashes(NamespaceDigest(bodies.digest), BLOCK)
 
@@ -238,7 +240,7 @@ def test_only_blobs_can_be_forgotten_one_by_one(client):
     cache = client.cache(model=MODEL, layout=LAYOUT)
 
     def verb(link):
-        opened = yield from verbs.open_cache(link, cache.namespace)
+        opened = yield from verbs.open_cache(link, cache._spec)
         yield Forget(link.next_id(), link.epoch, opened.handle, b"h" * 32)
 
     with pytest.raises(InvalidRequest, match="blobs only"):
@@ -304,7 +306,7 @@ def test_a_writer_killed_half_way_leaves_nothing(daemon, client, blobs):  # case
     code = WRITER.format(name=NAME, block=BLOCK)
     writer = subprocess.Popen(
         [sys.executable, "-c", code, str(daemon.folder)],
-        env=ENVIRONMENT,
+        env=environment(),
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

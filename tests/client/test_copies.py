@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from kvd.errors import ClientClosed, CorruptBlock, OutOfMemory
 from kvd.protocol.requests import Release, Request
 from kvd_client import libc
 from kvd_client.address_range import AddressRange
-from kvd_client.storage import MappedStorage
+from kvd_client.mapped_storage import MappedStorage
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
+from tests.fakecuda.machine import FakeMachine
 from tests.support.daemon import Daemon
 
 PROMPT = list(range(500, 600))
@@ -30,7 +33,7 @@ def cache(client: kvd_client.Client) -> kvd_client.Cache:
 
 
 def test_a_materialized_prefix_is_packed_by_layer_and_counted(
-    cache: kvd_client.Cache, client: kvd_client.Client
+    cache: kvd_client.Cache, client: kvd_client.Client, home: FakeMachine | None
 ) -> None:
     with cache.sequence(PROMPT, materialize=True) as seq:
         assert seq.is_materialized
@@ -41,7 +44,8 @@ def test_a_materialized_prefix_is_packed_by_layer_and_counted(
         fill(seq, longer)
         assert seq.commit(longer) == 160
         assert holds(seq, longer, 160)
-        assert bytes(seq.buffer(5, 9)) == seq.array(5, 9).contiguous().view(torch.uint8).numpy().tobytes()
+        if home is None:
+            assert bytes(seq.buffer(5, 9)) == seq.array(5, 9).contiguous().view(torch.uint8).numpy().tobytes()
         with seq.fork() as other:
             seq.truncate(30)
             fill(seq, [*PROMPT[:30], *[8] * 30])
@@ -57,6 +61,7 @@ def test_a_materialized_prefix_is_packed_by_layer_and_counted(
 
 
 # case D7
+@host_only("mappings run out in host memory only")
 def test_a_scattered_sequence_near_the_limit_of_mappings_is_copied_with_the_same_result(
     cache: kvd_client.Cache, daemon: Daemon
 ) -> None:
@@ -64,6 +69,7 @@ def test_a_scattered_sequence_near_the_limit_of_mappings_is_copied_with_the_same
 import os, sys
 import kvd_client
 from kvd_client import libc
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 tokens = [*range(500, 600)]
 client = kvd_client.connect(sys.argv[1])
@@ -111,6 +117,7 @@ os._exit(0)
 
 
 # case D7
+@host_only("mappings run out in host memory only")
 def test_growing_without_mappings_left_goes_on_in_private_memory(
     cache: kvd_client.Cache, client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,18 +144,21 @@ def test_growing_without_mappings_left_goes_on_in_private_memory(
     assert (own.num_references, own.num_reserved) == (0, 0)
 
 
-def test_verify_finds_a_block_whose_bytes_changed_after_the_seal(client: kvd_client.Client) -> None:
-    import os
-
+def test_verify_finds_a_block_whose_bytes_changed_after_the_seal(
+    client: kvd_client.Client, home: FakeMachine | None
+) -> None:
     cache = client.cache(model=MODEL, layout=LAYOUT, checksums=True)
     with cache.sequence(PROMPT) as seq:
         fill(seq, PROMPT)
         seq.commit()
     with cache.sequence(PROMPT, verify=True) as seq:
         assert holds(seq, PROMPT, 96)
-        block = seq._core.block_at(3)
-        (run,) = seq._core._cache.memory.runs([block], writable=True)
-        os.pwrite(run.fd, b"\xff", run.offset + 1000)
+        if home is None:
+            (run,) = seq._core._cache.memory.runs([seq._core.block_at(3)], writable=True)
+            os.pwrite(run.fd, b"\xff", run.offset + 1000)
+        else:
+            # Nothing protects memory on a card.
+            seq.array(50, 51).view(torch.uint8).bitwise_xor_(255)
     with pytest.raises(CorruptBlock, match="tokens 48 on"):
         cache.sequence(PROMPT, verify=True)
     (own,) = client.status().clients
@@ -168,6 +178,7 @@ def test_without_populate_nothing_is_mapped_ahead_and_the_bytes_are_the_same(cac
 
 
 # case D7
+@host_only("mappings run out in host memory only")
 def test_growing_without_any_memory_left_unmaps_before_it_gives_back(
     client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +223,7 @@ def test_growing_without_any_memory_left_unmaps_before_it_gives_back(
     client.check()
 
 
+@host_only("mappings run out in host memory only")
 def test_what_cannot_be_unmapped_is_not_given_back(client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     with client.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT, max_tokens=6000) as seq:
         posted: list[Request] = []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import kvd_client
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill
 from tests.support.mappings import segment_flags
 
 PROMPT = list(range(100))
+pytestmark = host_only("about the page table: memory of a card is in no core dump")
 
 
 def test_every_mapping_of_a_block_is_left_out_of_core_dumps(client: kvd_client.Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import kvd_client
+from tests.client.homes import let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
 from tests.support.daemon import Daemon
 
@@ -71,6 +72,7 @@ def test_a_writer_with_tensors_over_its_copy_keeps_its_copy(client: kvd_client.C
     assert torch.equal(keys, keys_values(2, PROMPT, 0, 48)[0])
     assert own_figures(client)[1] >= 3
     del keys, values
+    let_go()
     assert own_figures(client) == (0, 0)
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import kvd_client
+import kvd_client.fork
 from kvd.errors import ForkedClient, KvdError
+from kvd.memory import HostSegment
+from kvd_client import libc
+from kvd_client.address_range import AddressRange
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
 from tests.support.daemon import Daemon
@@ -19,11 +24,16 @@ PROMPT = list(range(300, 400))
 
 
 def in_child(work: Callable[[], str]) -> str:
-    """What `work` says, run in a forked child. The child must do little: other threads' locks stay locked there."""
+    """What `work` says, run in a forked child. The child must do little: other threads' locks stay locked there.
+
+    Nothing when it blocks on one of them.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
             os.write(writing, work().encode())
         finally:
             os._exit(0)
@@ -50,28 +60,52 @@ def test_a_forked_child_has_no_mapping_no_descriptor_and_a_typed_error(client: k
     with cache.sequence(PROMPT) as seq, cache.allocate_sequence(100) as other:
         fill(seq, PROMPT)
         seq.commit()
-        address = seq.layer(0)[0].untyped_storage().data_ptr()
+        copied = cache.sequence(PROMPT, materialize=True)
+        addresses = [one.array().data_ptr() for one in (seq, copied)]
+        wake_fd = client._runner._current[1]._wake_fd
 
         def child() -> str:
             calls = (client.status, lambda: cache.sequence(PROMPT), lambda: cache.match(PROMPT))
             calls += (lambda: seq.layer(0), seq.commit, seq.fork, other.buffer)  # type: ignore[assignment]
             said = {outcome(call) for call in calls}
+            # The hole is somebody else's now.
+            libc.mmap(addresses[0], 4096, libc.PROT_READ, libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_FIXED)
             seq.close()
             client.close()
+            if not is_mapped(addresses[0]):
+                return "unmapped what is not ours"
+            libc.munmap(addresses[0], 4096)
             maps = Path("/proc/self/maps").read_text()
-            inside = any(
-                int(first, 16) <= address < int(last, 16) for first, last in re.findall(r"^(\w+)-(\w+)", maps, re.M)
-            )
+            inside = any(map(is_mapped, addresses)) or Path(f"/proc/self/fd/{wake_fd}").is_symlink()
             links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-            memory = [link for link in links if "memfd" in link or "kvd" in link.rsplit("/", 1)[-1]]
+            memory = [link for link in links if "memfd:kvd" in link or "kvd" in link.rsplit("/", 1)[-1]]
             return f"{sorted(said)} {inside} {'memfd:kvd' in maps} {memory}"
 
         assert in_child(child) == "['ForkedClient'] False False []"
         # The parent is unharmed.
+        copied.close()
         assert holds(seq, PROMPT, 100)
         fill(seq, [*PROMPT, *[1] * 200])
         assert seq.commit([*PROMPT, *[1] * 200]) == 288
         client.check()
+
+
+def is_mapped(address: int) -> bool:
+    maps = Path("/proc/self/maps").read_text()
+    return any(int(first, 16) <= address < int(last, 16) for first, last in re.findall(r"^(\w+)-(\w+)", maps, re.M))
+
+
+# case B9
+def test_no_part_of_a_range_is_inherited() -> None:
+    space = AddressRange(4 << 20)
+    with HostSegment(1 << 20) as segment:
+        space.map_file(0, 1 << 20, segment.read_only_fd, 0, writable=False)
+        space.map_private(1 << 20, 2 << 20)
+        space.forget(2 << 20, 1 << 20)
+        places = [space.address + offset for offset in (0, 1 << 20, 2 << 20, 3 << 20)]
+        assert all(map(is_mapped, places))
+        assert in_child(lambda: str([is_mapped(place) for place in places])) == str([False] * 4)
+        space.close()
 
 
 # case B9
@@ -106,6 +140,77 @@ os._exit(0)
         assert sum(pool.num_references + pool.num_reserved for pool in client.status().pools) == 0
     finally:
         os.close(writing)
+
+
+# case B9
+def test_a_child_forked_while_another_thread_connects_again_can_still_close(
+    daemon: Daemon, client: kvd_client.Client
+) -> None:
+    daemon.kill()
+    daemon.start()
+    os.kill(daemon.pid, signal.SIGSTOP)
+    reconnecting = threading.Thread(target=client.status)
+    try:
+        reconnecting.start()
+        # Held until the daemon greets, which it cannot before it goes on.
+        eventually(client._runner._reconnecting.locked)
+
+        def child() -> str:
+            said = outcome(client.status)
+            client.close()
+            return said
+
+        said = in_child(child)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+        reconnecting.join()
+    assert said == "ForkedClient"
+    assert len(client.status().clients) == 1
+
+
+# case B9
+def test_a_child_forked_while_another_thread_uses_a_sequence_can_still_close_it(client: kvd_client.Client) -> None:
+    cache = client.cache(model=MODEL, layout=LAYOUT)
+    with cache.sequence(PROMPT) as seq:
+        held, done = threading.Event(), threading.Event()
+
+        def use() -> None:
+            with seq._exclusive:
+                held.set()
+                done.wait()
+
+        using = threading.Thread(target=use)
+        using.start()
+        held.wait()
+
+        def child() -> str:
+            said = {outcome(call) for call in (seq.commit, seq.fork, lambda: seq.extend(500), lambda: seq.truncate(0))}
+            seq.close()
+            return str(said)
+
+        try:
+            assert in_child(child) == "{'ForkedClient'}"
+        finally:
+            done.set()
+            using.join()
+
+
+# case B9
+def test_nobody_maps_while_the_process_forks(client: kvd_client.Client) -> None:
+    def is_free() -> bool:
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda: found.append(client._runner.link.guard.acquire_for_fork()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    assert client._runner.link.guard.acquire_for_fork()
+    client._runner.link.guard.release_after_fork()
+    kvd_client.fork._before()
+    assert not is_free()
+    kvd_client.fork._in_parent()
+    assert is_free()
+    client._runner.link.guard.release_after_fork()
 
 
 def test_a_child_connects_for_itself(daemon: Daemon, client: kvd_client.Client) -> None:

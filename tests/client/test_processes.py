@@ -18,6 +18,7 @@ from kvd.hashing import chain_hashes, encode_tokens, pack_hashes
 from kvd.protocol.replies import Failed, Reply
 from kvd.protocol.requests import Release, Request, Retain, Seal
 from kvd.protocol.wire import pack_block_ids
+from kvd_client.blocking import Runner
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import Worker
 from tests.support.daemon import Daemon
@@ -143,7 +144,7 @@ def test_what_a_session_does_not_hold_it_cannot_use(daemon: Daemon, client: kvd_
     seq.commit()
     core = seq._core
     sealed, reserved = core._blocks[0], core._blocks[-1]
-    digest = client._runner.link.caches[cache.namespace].digest
+    digest = client._runner.link.caches[cache._spec].digest
     (some_hash,) = chain_hashes(digest, encode_tokens(range(16)), 16)
 
     def pack(*blocks: int) -> bytes:
@@ -195,6 +196,68 @@ def test_after_a_restart_a_client_that_holds_nothing_connects_again(daemon: Daem
         client.status()
     daemon.start()
     assert client.status().pools == []
+
+
+# case B12
+def test_a_daemon_that_dies_before_it_greets_is_unavailable(daemon: Daemon, client: kvd_client.Client) -> None:
+    daemon.kill()
+    daemon.start()
+    os.kill(daemon.pid, signal.SIGSTOP)
+    said: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            client.status()
+        except kvd_client.KvdError as error:
+            said.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    eventually(client._runner._reconnecting.locked)
+    eventually(lambda: num_unread(daemon.folder / "session.sock") > 0)
+    daemon.kill()
+    asking.join()
+    assert [type(error) for error in said] == [DaemonUnavailable]
+    daemon.start()
+    assert len(client.status().clients) == 1
+
+
+def num_unread(path: Path) -> int:
+    """Connections that nobody has accepted, by the kernel's list: still connecting, with that path at the other end."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sum(line.split()[5] == "02" and line.endswith(str(path)) for line in lines[1:])
+
+
+# case B12
+def test_a_daemon_that_dies_right_after_it_greeted_is_unavailable(
+    daemon: Daemon, client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = Runner._connect
+
+    def connect_to_the_dying(runner: Runner) -> object:
+        connected = connect(runner)
+        daemon.kill()
+        return connected
+
+    daemon.kill()
+    daemon.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_connect", connect_to_the_dying)
+        with pytest.raises(DaemonUnavailable, match="ended as this client connected"):
+            client.status()
+    with pytest.raises(DaemonUnavailable, match="start one with"):
+        client.status()
+    daemon.start()
+    assert len(client.status().clients) == 1
+
+
+# case B12
+def test_token_ids_that_are_read_once_survive_a_restart(daemon: Daemon, client: kvd_client.Client) -> None:
+    cache = client.cache(model=MODEL, layout=LAYOUT)
+    daemon.kill()
+    daemon.start()
+    with cache.sequence(iter(PROMPT)) as seq:
+        assert seq.token_ids == PROMPT
 
 
 # case B12

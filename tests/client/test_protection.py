@@ -9,15 +9,21 @@ from pathlib import Path
 import pytest
 
 import kvd_client
+from kvd.protocol.replies import Reply
+from kvd.protocol.requests import Request, Seal
+from kvd_client.channel import BlockingChannel
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
 from tests.support.daemon import Daemon
 
+pytestmark = host_only("about the page table of host memory; a card has nothing like it")
 PROMPT = list(range(400, 500))
 WRITER = """
 import ctypes, sys
 import kvd_client
 from kvd_client import libc
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill
 client = kvd_client.connect(sys.argv[1])
 seq = client.cache(model=MODEL, layout=LAYOUT).sequence(list(range(400, 500)), wait_s=0)
@@ -29,6 +35,7 @@ READER = """
 import ctypes, sys
 import kvd_client
 from kvd_client import libc
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL
 client = kvd_client.connect(sys.argv[1])
 seq = client.cache(model=MODEL, layout=LAYOUT).sequence(list(range(400, 500)), wait_s=0)
@@ -58,6 +65,64 @@ def test_a_writers_stray_write_into_a_sealed_block_faults(daemon: Daemon, stray:
 
 
 # case D3
+def test_a_block_is_read_only_before_its_seal_is_asked_for(
+    client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT) as seq:
+        fill(seq, PROMPT)
+        address = seq.array().data_ptr()
+        channel, asked = client._runner._current[1], []
+
+        def exchange(request: Request, bound_s: float) -> Reply:
+            asked.append((type(request), permissions(address)))
+            return BlockingChannel.exchange(channel, request, bound_s)
+
+        monkeypatch.setattr(channel, "exchange", exchange)
+        assert permissions(address) == "rw-s"
+        seq.commit()
+        assert asked == [(Seal, "r--s")]
+
+
+def permissions(address: int) -> str:
+    """Of the mapping at an address, as proc_pid_maps(5) has them."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, behind = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if first <= address < behind:
+            return line.split()[1]
+    return ""
+
+
+# case D3
+@pytest.mark.parametrize("when", ["before it is sealed", "after it was sealed"])
+def test_a_stray_write_through_what_a_sequence_has_left_faults(daemon: Daemon, when: str) -> None:
+    script = """
+import sys
+import kvd_client
+from kvd.errors import OutOfMemory
+from kvd_client.storage import MappedStorage
+from tests.client.kv import LAYOUT, MODEL, fill
+def refuse(*_arguments, **_options):
+    raise OutOfMemory("no more mappings")
+client = kvd_client.connect(sys.argv[1])
+seq = client.cache(model=MODEL, layout=LAYOUT).sequence(list(range(400, 500)), max_tokens=2000)
+fill(seq, seq.token_ids)
+early = seq.array()
+early[5] = early[5].clone()
+MappedStorage.attach = refuse
+seq.extend(1000)
+assert seq.is_materialized
+if "after" in sys.argv[2]:
+    assert seq.commit() == 96
+print("left", flush=True)
+early[5] = 3
+print("written")
+"""
+    finished = run_python(script, str(daemon.folder), when)
+    assert finished.stdout == "left\n", finished.stderr
+    assert finished.returncode == -signal.SIGSEGV
+
+
+# case D3
 def test_a_readers_write_faults_and_harms_nobody(
     daemon: Daemon, published: kvd_client.Sequence, client: kvd_client.Client
 ) -> None:
@@ -79,11 +144,12 @@ from kvd.hashing import chain_hashes, encode_tokens, pack_hashes
 from kvd.protocol.requests import Begin
 from kvd.protocol.wire import unpack_block_ids
 from kvd_client import libc
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL
 client = kvd_client.connect(sys.argv[1])
 cache = client.cache(model=MODEL, layout=LAYOUT)
 link = client._runner.link
-opened = link.caches[cache.namespace]
+opened = link.caches[cache._spec]
 hashes = pack_hashes(chain_hashes(opened.digest, encode_tokens(range(400, 496)), 16))
 begun = client._runner._current[1].exchange(Begin(link.next_id(), link.epoch, opened.handle, hashes, 6, 6), 10)
 (run,) = opened.memory.runs(unpack_block_ids(begun.blocks), writable=False)

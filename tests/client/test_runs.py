@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 
 from kvd.block import BlockId
+from kvd.protocol.session import SegmentGranted
 from kvd_client.address_range import HUGE_PAGE_NBYTES, AddressRange
-from kvd_client.segments import PoolMemory
+from kvd_client.segments import PoolMemory, SegmentTable
 
 PER_SEGMENT = 8
 BLOCK_NBYTES = 360 << 10
@@ -51,6 +53,18 @@ def test_the_longest_run_lies_at_the_same_place_of_a_huge_page_in_memory_and_in_
         assert (place - longest.offset) % HUGE_PAGE_NBYTES == 0
     finally:
         space.close()
+
+
+# case D3
+def test_a_reader_is_given_the_read_only_descriptor_of_two() -> None:
+    table = SegmentTable()
+    read_only, writable = (os.memfd_create(name) for name in ("read-only", "writable"))
+    table.granted(SegmentGranted(0, 5, 4096, writable=True), writable)
+    assert table.find(0, 5, writable=False) == writable
+    table.granted(SegmentGranted(0, 5, 4096, writable=False), read_only)
+    assert (table.find(0, 5, writable=False), table.find(0, 5, writable=True)) == (read_only, writable)
+    table.close()
+    assert table.find(0, 5, writable=False) is None
 
 
 def test_no_blocks_want_no_place() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -18,16 +17,18 @@ from kvd.errors import (
     SequenceTooLong,
 )
 from kvd.layout import KVLayout
+from tests.client.homes import host_only, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
+from tests.fakecuda.machine import FakeMachine
 from tests.support.daemon import Daemon, running_daemon
 
 PROMPT = [7 * i % 1000 + 300 for i in range(100)]
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def daemon(tmp_path_factory: pytest.TempPathFactory, home: FakeMachine | None) -> Iterator[Daemon]:
     """One for all of these; each test has a namespace of its own."""
-    with running_daemon(tmp_path_factory.mktemp("kvd"), budget="64MiB", segment="4MiB") as daemon:
+    with running_daemon(tmp_path_factory.mktemp("kvd"), budget="64MiB", segment="4MiB", machine=home) as daemon:
         yield daemon
 
 
@@ -252,10 +253,11 @@ def test_tensors_keep_their_bytes_through_a_cut(
     assert torch.equal(keys, right[0])
     assert torch.equal(values, right[1])
     seq.close()
-    gc.collect()
+    let_go()
     assert held(client) != (0, 0)
     assert torch.equal(keys, right[0])
     del keys, values
+    let_go()
     assert held(client) == (0, 0)
 
 
@@ -342,6 +344,7 @@ def test_room_ahead_gives_way_when_blocks_are_short(cache: kvd_client.Cache, cli
     assert held(client) == (0, 0)
 
 
+@host_only("the CPU cannot touch bytes on a card")
 def test_bytes_and_array_agree(cache: kvd_client.Cache) -> None:
     with cache.sequence(PROMPT) as seq:
         fill(seq, PROMPT)
@@ -353,6 +356,7 @@ def test_bytes_and_array_agree(cache: kvd_client.Cache) -> None:
                 seq.array(start, stop)
 
 
+@host_only("the CPU cannot touch bytes on a card")
 def test_a_writer_without_torch_uses_bytes(cache: kvd_client.Cache) -> None:
     with cache.sequence([1] * 16) as seq:
         seq.buffer(0, 16)[:] = bytes(range(256)) * (LAYOUT.block_nbytes // 256)

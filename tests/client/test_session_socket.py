@@ -18,6 +18,7 @@ from kvd.errors import DaemonRestarted, DaemonUnavailable, KvdError, PermissionR
 from kvd.protocol import session as wire
 from kvd_client import link as link_module
 from kvd_client import session_socket
+from kvd_client.attendant import attendant
 from kvd_client.session_socket import SessionSocket
 
 if TYPE_CHECKING:
@@ -150,6 +151,23 @@ def test_a_daemon_that_closes_without_a_word_is_unavailable(tmp_path: Path, list
     assert isinstance(refusal(tmp_path, listener, refuse), DaemonUnavailable)
 
 
+@pytest.mark.parametrize(
+    "told", [ConnectionResetError, BrokenPipeError, ConnectionRefusedError, ConnectionAbortedError]
+)
+@pytest.mark.parametrize("at", ["_connect", "_greeting"])
+@pytest.mark.usefixtures("listener")
+def test_a_daemon_that_goes_is_unavailable_however_the_kernel_puts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, told: type[ConnectionError]
+) -> None:
+    def tell(*_arguments: object) -> None:
+        raise told("the kernel's word")
+
+    monkeypatch.setattr(SessionSocket, at, tell)
+    with pytest.raises(DaemonUnavailable, match="ended as this client connected") as raised:
+        SessionSocket(tmp_path, label="", timeout_s=10)
+    assert isinstance(raised.value.__cause__, told)
+
+
 @pytest.mark.parametrize("num_lines", range(1, 7))
 def test_a_link_is_lost_once_though_another_comes_in_between_two_lines(
     client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch, num_lines: int
@@ -175,3 +193,38 @@ def test_a_link_is_lost_once_though_another_comes_in_between_two_lines(
         sys.settrace(before)
     assert told == [link.lost]
     assert isinstance(link.lost, DaemonRestarted)
+
+
+def test_a_close_that_the_daemon_does_not_read_is_kept_for_later_and_never_blocks(greeted: Greeted) -> None:
+    closed = wire.SegmentClosed(pool=1, segment=2)
+    assert isinstance(wire.decode_from_client(greeted.daemon.recv(1000)), wire.Hello)
+    num_sent = 0
+    while greeted.client.send(closed, wait_s=0):
+        num_sent += 1
+        assert num_sent < 100_000
+    for _ in range(num_sent):
+        assert wire.decode_from_client(greeted.daemon.recv(1000)) == closed
+    assert greeted.client.send(closed, wait_s=10)
+    # Nobody is left to be told.
+    greeted.daemon.close()
+    assert greeted.client.send(closed, wait_s=0)
+    greeted.client.close()
+    assert greeted.client.send(closed, wait_s=0)
+
+
+def test_a_confirmation_is_sent_when_there_is_room_again(
+    client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, sent, answers = client._runner.link, [], iter([False, False, True])
+
+    def send(message: wire.SegmentClosed, *, wait_s: float) -> bool:
+        sent.append(message)
+        return next(answers)
+
+    monkeypatch.setattr(link.session, "send", send)
+    attendant()._start()
+    closed = wire.SegmentClosed(pool=1, segment=2)
+    link._confirm(closed)
+    while len(sent) < 3:
+        assert attendant().settle(10)
+    assert sent == [closed] * 3

@@ -20,9 +20,9 @@ NUM_CACHED = 80
 
 
 @pytest.fixture
-def daemon(tmp_path) -> Iterator[Daemon]:
+def daemon(tmp_path, home) -> Iterator[Daemon]:
     tiers = {"host": {"budget": 4 << 20}, "redis": {"url": ""}}
-    with running_daemon(tmp_path, tiers=tiers) as daemon:
+    with running_daemon(tmp_path, tiers=tiers, machine=home) as daemon:
         yield daemon
 
 

@@ -54,6 +54,12 @@ class Steered:
     def close_sequence(self) -> None:
         self.sequences.pop().close()
 
+    def where(self) -> list[str]:
+        return [self.cache.device, self.cache.mode]
+
+    def num_parts(self) -> int:
+        return len(self.sequences[-1].parts(0))
+
     def match(self, tokens: list[int]) -> int:
         return self.cache.match(tokens)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ import torch
 from kvd.cuda import DeviceExport
 from kvd.errors import CudaError, CudaImportRefused, EngineUnsupported
 from kvd_client import device_imports
+from kvd_client.device_imports import ImportedSegment
 from kvd_client.device_segments import DeviceSegmentTable
 from kvd_client.device_views import DeviceArray, DeviceViews, device_views
 from kvd_client.tensors import Views
@@ -33,6 +36,15 @@ def export(owner: CudaProcess) -> Iterator[DeviceExport]:
     assert device_imports.num_open() == 0
 
 
+def opened(table: DeviceSegmentTable, pool: int, segment: int, export: DeviceExport) -> ImportedSegment:
+    """Granted and opened, with no user but the table."""
+    table.granted(pool, segment, export)
+    found = table.acquire(pool, segment)
+    assert found is not None
+    device_imports.release(found)
+    return found
+
+
 @pytest.fixture
 def table() -> Iterator[DeviceSegmentTable]:
     table = DeviceSegmentTable(EPOCH)
@@ -42,29 +54,82 @@ def table() -> Iterator[DeviceSegmentTable]:
 
 def test_two_sessions_of_one_process_open_a_segment_once(export, table, machine: FakeMachine):
     other = DeviceSegmentTable(EPOCH)
-    first, second = table.granted(0, 3, export), other.granted(5, 3, export)
+    first, second = opened(table, 0, 3, export), opened(other, 5, 3, export)
     assert first is second
     assert machine.num_calls("cuIpcOpenMemHandle_v2") == 1
     table.close()
-    assert other.find(5, 3) is not None
+    assert len(other) == 1
     assert device_imports.num_open() == 1
     other.close()
     other.close()
     assert machine.num_calls("cuIpcCloseMemHandle") == 1
 
 
-def test_a_segment_granted_again_is_still_one_user(export, table):
-    assert table.granted(0, 0, export) is table.granted(0, 0, export)
-    assert len(table) == 1
+def test_a_segment_is_opened_at_its_first_use_and_not_again(export, table, machine: FakeMachine):
+    table.granted(0, 0, export)
+    assert machine.num_calls("cuIpcOpenMemHandle_v2") == len(table) == 0
+    assert (0, 0) in table
+    assert opened(table, 0, 0, export) is opened(table, 0, 0, export)
+    assert machine.num_calls("cuIpcOpenMemHandle_v2") == len(table) == 1
+    table.close()
+    assert device_imports.num_open() == 0
+
+
+def test_what_is_not_granted_is_not_found(export, table):
+    assert table.acquire(0, 0) is None
+    table.granted(0, 0, export)
+    assert table.acquire(0, 1) is None
+
+
+def test_a_segment_that_was_never_opened_is_confirmed_at_once(export, table, machine: FakeMachine):
+    closed: list[str] = []
+    table.granted(0, 0, export)
+    table.revoked(0, 0, lambda: closed.append("closed"))
+    assert closed == ["closed"]
+    assert table.acquire(0, 0) is None
+    assert machine.num_calls("cuIpcOpenMemHandle_v2") == 0
+
+
+def test_a_session_that_ends_while_the_driver_opens_keeps_nothing(export, table, monkeypatch: pytest.MonkeyPatch):
+    table.granted(0, 0, export)
+    acquire = device_imports.acquire
+
+    def acquire_and_end(*arguments: Any) -> ImportedSegment:
+        found = acquire(*arguments)
+        table.close()
+        return found
+
+    monkeypatch.setattr(device_imports, "acquire", acquire_and_end)
+    assert table.acquire(0, 0) is None
+    assert device_imports.num_open() == len(table) == 0
+
+
+def test_two_threads_that_want_a_segment_open_it_once(export, table, machine: FakeMachine):
+    table.granted(0, 0, export)
+    start, found = threading.Barrier(4), []
+
+    def want() -> None:
+        start.wait()
+        found.append(table.acquire(0, 0))
+
+    threads = [threading.Thread(target=want) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+    assert machine.num_calls("cuIpcOpenMemHandle_v2") == 1
+    for each in found:
+        device_imports.release(each)
     table.close()
     assert device_imports.num_open() == 0
 
 
 def test_the_tensor_is_the_memory_itself(owner, export, table):
-    opened = table.granted(0, 0, export)
-    views = device_views(opened, MIB, MIB)
+    segment = opened(table, 0, 0, export)
+    views = device_views(segment, MIB, MIB)
     tensor = views.tensor("float16")
-    assert tensor.data_ptr() == opened.address + MIB
+    assert tensor.data_ptr() == segment.address + MIB
     assert tensor.shape == (MIB // 2,)
     tensor[:4] = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float16)
     assert bytes.fromhex(owner.read(0, MIB, 8)) == torch.tensor([1, 2, 3, 4], dtype=torch.float16).numpy().tobytes()
@@ -73,19 +138,19 @@ def test_the_tensor_is_the_memory_itself(owner, export, table):
 
 
 def test_memory_that_the_cpu_can_touch_is_a_cpu_tensor_where_torch_has_no_cuda(export, table):
-    opened = table.granted(0, 0, export)
-    assert opened.host_address == opened.address
-    assert isinstance(device_views(opened, 0, MIB), Views)
-    opened.host_address = None
-    with pytest.raises(EngineUnsupported, match="does not see the card GPU-a0b1c2d3"):
-        device_views(opened, 0, MIB)
+    segment = opened(table, 0, 0, export)
+    assert segment.host_address == segment.address
+    assert isinstance(device_views(segment, 0, MIB), Views)
+    segment.host_address = None
+    with pytest.raises(CudaImportRefused, match="does not see the card GPU-a0b1c2d3"):
+        device_views(segment, 0, MIB)
 
 
 def test_a_revoked_segment_is_confirmed_when_its_last_user_lets_go(export, table):
     closed: list[str] = []
-    user = device_imports.share(table.granted(0, 0, export))
+    user = device_imports.share(opened(table, 0, 0, export))
     table.revoked(0, 0, lambda: closed.append("closed"))
-    assert table.find(0, 0) is None
+    assert (0, 0) not in table
     assert not closed
     views = device_views(user, 0, MIB)
     tensor = views.tensor("uint8")
@@ -100,7 +165,7 @@ def test_a_revoked_segment_is_confirmed_when_its_last_user_lets_go(export, table
 
 
 def test_the_end_of_an_epoch_closes_what_nobody_views(owner, export, table, machine: FakeMachine):
-    table.granted(0, 0, export)
+    opened(table, 0, 0, export)
     owner.kill()
     assert machine.held_nbytes() == 2 * MIB
     table.close()
@@ -111,29 +176,29 @@ def test_an_open_that_fails_leaves_nothing(export, table, machine: FakeMachine):
     for call in ("cuIpcOpenMemHandle_v2", "cuPointerGetAttribute", "cuDevicePrimaryCtxRetain"):
         machine.fail(f"{call}:1=999")
         with pytest.raises(CudaError, match=call):
-            table.granted(0, 0, export)
+            opened(table, 0, 0, export)
         assert device_imports.num_open() == len(table) == 0
     machine.fail("")
     assert machine.num_calls("cuIpcCloseMemHandle") == machine.num_calls("cuIpcOpenMemHandle_v2") - 1
-    table.granted(0, 0, export)
+    opened(table, 0, 0, export)
 
 
 def test_a_driver_that_refuses_says_why_in_its_own_words(export, table, machine: FakeMachine):
     machine.fail("cuIpcOpenMemHandle_v2:1=201")
     with pytest.raises(CudaImportRefused, match="CUDA_ERROR_INVALID_CONTEXT") as caught:
-        table.granted(0, 0, export)
+        opened(table, 0, 0, export)
     assert caught.value.result == 201
 
 
 def test_a_close_that_fails_is_told_and_raises_nothing(export, table, machine: FakeMachine, caplog):
-    table.granted(0, 0, export)
+    opened(table, 0, 0, export)
     machine.fail("cuIpcCloseMemHandle:1=999")
     table.close()
     assert "stays mapped: cuIpcCloseMemHandle" in caplog.text
 
 
 def test_a_lost_card_closes_quietly(export, table, machine: FakeMachine, caplog):
-    table.granted(0, 0, export)
+    opened(table, 0, 0, export)
     machine.lose_card(0)
     table.close()
     assert not caplog.records

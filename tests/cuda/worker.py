@@ -75,11 +75,13 @@ def free(number: int) -> None:
 
 
 def grant(export: dict[str, Any], segment: int = 0) -> None:
+    """It is opened too, as by a first use."""
     _table().granted(0, segment, msgspec.convert(export, DeviceExport))
+    device_imports.release(_imported(segment))
 
 
 def _imported(segment: int) -> Any:
-    found = _table().find(0, segment)
+    found = _table().acquire(0, segment)
     assert found is not None
     return found
 
@@ -88,6 +90,7 @@ def peek(segment: int, offset: int, nbytes: int) -> str:
     target = bytearray(nbytes)
     opened = _imported(segment)
     opened.context.download(address_of(target), opened.address + offset, nbytes)
+    device_imports.release(opened)
     return target.hex()
 
 
@@ -95,6 +98,7 @@ def poke(segment: int, offset: int, text: str) -> None:
     source = bytearray(text.encode())
     opened = _imported(segment)
     opened.context.upload(opened.address + offset, address_of(source), len(source))
+    device_imports.release(opened)
 
 
 def revoke(segment: int) -> bool:

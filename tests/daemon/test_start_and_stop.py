@@ -20,6 +20,8 @@ from tests.support.daemon import Daemon, running_daemon
 from tests.support.raw_client import RawClient, hashes, totals
 from tests.support.wait import eventually
 
+pytestmark = pytest.mark.xdist_group("/dev/shm")
+
 
 def refused(daemon: Daemon) -> int:
     """The exit code of a start that fails, with one line in the log."""

@@ -75,6 +75,13 @@ def test_rope_edited_after_the_model_was_built_counts_as_it_computes() -> None:
 
 
 # case A4
+def test_a_rope_that_shows_in_its_parameters_only_is_another_namespace() -> None:
+    named = tiny_model()
+    named.config.rope_parameters = {**named.config.rope_parameters, "attention_factor": 2.0}
+    assert digest(named) != digest(tiny_model())
+
+
+# case A4
 def test_a_model_changed_in_memory_is_another_namespace_although_its_files_are_the_same(saved: Path) -> None:
     model = load(saved)
     before = digest(model)
@@ -114,11 +121,12 @@ def test_a_read_only_folder_is_remembered_in_the_users_cache(
 @pytest.mark.parametrize("keep_size", [True, False])
 def test_a_changed_file_is_read_again(saved: Path, keep_size: bool) -> None:
     path = saved / "model.safetensors"
-    before = file_digest(path)
+    before, modified_ns = file_digest(path), path.stat().st_mtime_ns
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content if keep_size else content + b"\0")
-    os.utime(path, ns=(1, path.stat().st_mtime_ns + 1))
+    # Size and time alone are looked at, and each of them is enough.
+    os.utime(path, ns=(1, modified_ns + 1 if keep_size else modified_ns))
     assert file_digest(path) != before
 
 
@@ -154,6 +162,14 @@ def test_an_adapter_that_is_switched_off_or_scaled_is_another_namespace() -> Non
     for layer in model.model.layers:
         layer.self_attn.q_proj.disable_adapters, layer.self_attn.q_proj.scaling = False, {"french": 2.0}
     assert len({on, off, digest(model)}) == 3
+
+
+# case A1
+def test_the_order_of_a_set_in_an_adapters_settings_does_not_matter() -> None:
+    one, two = {0, 8}, {8, 0}
+    assert list(one) != list(two)
+    adapters = [model_identity(adapted(settings={"r": 2, "layers": layers})).adapter for layers in (one, two)]
+    assert adapters[0] == adapters[1]
 
 
 # case A5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable
@@ -154,6 +155,37 @@ def test_the_callers_own_caches_pass_through(client: kvd_client.Client, model: P
         with attach(client, model, prompt(), salt=salt) as cache:
             assert torch.equal(greedy(model, prompt(), cache=cache), greedy(tiny_model(), prompt()))
         assert statistics.num_calls == 0
+
+
+def test_it_does_not_matter_which_of_two_ends_first(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    expected = greedy(model, prompt())
+    cache = attach(client, model, prompt(), salt=salt)
+    with shared(model, client, salt=salt) as statistics:
+        cache.close()
+        assert torch.equal(greedy(model, prompt()), expected)
+        cache = attach(client, model, prompt(), salt=salt)
+        assert statistics.num_served == 1
+    assert torch.equal(greedy(model, prompt(), cache=cache), expected)
+    cache.close()
+    assert torch.equal(greedy(model, prompt()), expected)
+    assert statistics.num_calls == 1
+    assert not model.get_decoder()._forward_hooks
+
+
+def test_a_copy_of_a_shared_model_is_a_model_of_its_own(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    with shared(model, client, salt=salt) as statistics:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.model.layers[0].mlp.up_proj.weight.mul_(2)
+        greedy(model, prompt())
+        found = greedy(other, prompt())
+        assert (statistics.num_served, statistics.num_cached_tokens) == (2, 0)
+    assert torch.equal(greedy(other, prompt()), found)
+    assert not torch.equal(greedy(model, prompt()), found)
 
 
 def test_a_returned_cache_serves_the_next_turn(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:

@@ -290,6 +290,7 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
     case 50: *value = 0xfa; break;                    /* PCI_DOMAIN_ID: none that a machine has */
     case 75: *value = devices[device].major; break;
     case 76: *value = devices[device].minor; break;
+    case 101: *value = 1; break; /* DIRECT_MANAGED_MEM_ACCESS_FROM_HOST: the CPU can touch it */
     default: LEAVE(INVALID_VALUE);
   }
   LEAVE(SUCCESS);

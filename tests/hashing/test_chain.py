@@ -118,6 +118,8 @@ def test_a_salt_is_not_an_adapter_of_the_same_text():
 
     assert digest(salt="x") != digest(adapter="x")
     assert digest(salt="ab", adapter="c") != digest(salt="a", adapter="bc")
+    # Texts that hold the names of fields, as they are hashed.
+    assert digest(adapter="xsalty", salt="") != digest(adapter="x", salt="ysalt")
 
 
 @pytest.mark.parametrize("fields", [{"model": ""}, {"salt": "x" * 5000}, {"adapter": 3}])

@@ -80,6 +80,13 @@ def test_an_enum_of_ints_is_an_int():
         np.array([2**32]),
         np.array([[1, 2], [3, 4]]),
         np.array(5),
+        np.array([1, 2], dtype="timedelta64[s]"),
+        {1, 2},
+        frozenset({1}),
+        {1: 2},
+        {1: 2}.keys(),
+        5,
+        None,
         torch.tensor([1.0]),
         torch.tensor([True]),
         torch.tensor([-1]),
@@ -91,6 +98,25 @@ def test_what_is_no_token_id_is_refused(ids):
     with pytest.raises(InvalidTokens):
         encode_tokens(ids)
     assert issubclass(InvalidTokens, ValueError)
+
+
+# case A2
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        (np.array([[1, 2], [3, 4]]), r"one dimension .* not shape \[2, 2\]"),
+        (np.array(5), r"one dimension .* not shape \[\]"),
+        (np.array([1.0]), "not float64"),
+        (torch.tensor([True]), "not torch.bool"),
+        ({1, 2}, "a set has no order"),
+        ("12", "not str"),
+        ([-1], "negative or above"),
+    ],
+    ids=repr,
+)
+def test_a_refusal_says_what_is_wrong(ids, says):
+    with pytest.raises(InvalidTokens, match=says):
+        encode_tokens(ids)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=64))

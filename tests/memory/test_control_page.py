@@ -16,6 +16,8 @@ from kvd.errors import DaemonUnavailable
 from kvd.memory import ControlPage
 from kvd.protocol.control_page import COUNTERS, SEQUENCE, SEQUENCE_OFFSET, ControlPageReader, DaemonState
 
+pytestmark = pytest.mark.xdist_group("/dev/shm")
+
 
 def names_in_shared_memory() -> set[Path]:
     return {path for path in Path("/dev/shm").iterdir() if path.name.startswith("kvd")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -82,6 +83,14 @@ def test_even_a_writer_cannot_resize_a_segment() -> None:  # case D4
         for size in (0, 2 * MIB):
             with pytest.raises(PermissionError):
                 os.ftruncate(segment.writable_fd, size)
+
+
+def test_nobody_can_seal_a_segment_further() -> None:  # case D4
+    with HostSegment(MIB) as segment:
+        for seal in (fcntl.F_SEAL_WRITE, fcntl.F_SEAL_SHRINK):
+            with pytest.raises(PermissionError):
+                fcntl.fcntl(segment.writable_fd, fcntl.F_ADD_SEALS, seal)
+        os.pwrite(segment.writable_fd, b"still written", 0)
 
 
 def test_closing_gives_the_memory_back_while_others_still_hold_it() -> None:

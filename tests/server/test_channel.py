@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,7 @@ def test_what_does_not_fit_waits_and_leaves_in_order(pair):
 def test_a_grant_that_waits_keeps_its_own_descriptor(pair):
     channel, theirs = pair
     num_sent = fill(channel)
+    before = set(Path("/proc/self/fd").iterdir())
     descriptor = os.memfd_create("granted")
     os.write(descriptor, b"the segment")
     channel.send(b"grant", descriptor, is_grant=True)
@@ -59,6 +61,8 @@ def test_a_grant_that_waits_keeps_its_own_descriptor(pair):
     assert datagram == b"grant"
     assert os.pread(received, 100, 0) == b"the segment"
     os.close(received)
+    # What it kept meanwhile is closed once it was sent.  # case D6
+    assert set(Path("/proc/self/fd").iterdir()) == before
 
 
 def test_a_client_that_never_reads_is_noticed(pair):

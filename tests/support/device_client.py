@@ -17,6 +17,7 @@ from kvd.layout import KVLayout
 from kvd.protocol.replies import CacheOpened
 from kvd.protocol.session import DeviceSegmentGranted, SegmentClosed, SegmentGranted, SegmentRevoked, encode
 from kvd.protocol.wire import unpack_block_ids
+from kvd_client import device_imports
 from kvd_client.device_segments import DeviceSegmentTable
 from tests.support.raw_client import LAYOUT, RawClient, hashes
 
@@ -62,7 +63,7 @@ class DeviceClient(RawClient):
 
     def _address(self, block: int) -> tuple[Context, int]:
         segment, offset = self._place(block)
-        opened = self.table.find(self.opened.pool, segment)
+        opened = self.table.acquire(self.opened.pool, segment)
         if opened is None:
             grant = self.grants()[self.opened.pool, segment]
             export = DeviceExport(
@@ -73,7 +74,11 @@ class DeviceClient(RawClient):
                 pid=grant.pid,
                 epoch=grant.epoch,
             )
-            opened = self.table.granted(self.opened.pool, segment, export)
+            self.table.granted(self.opened.pool, segment, export)
+            opened = self.table.acquire(self.opened.pool, segment)
+            assert opened is not None
+        # The table goes on using it.
+        device_imports.release(opened)
         return opened.context, opened.address + offset
 
     def next_datagram(self) -> object:

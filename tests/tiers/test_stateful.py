@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Callable
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -44,9 +45,8 @@ class Machine(RuleBasedStateMachine):
 
     may_evict = False
     num_daemons = 1
-
-    def make_tier(self) -> Tier:
-        raise NotImplementedError
+    make_tier: Callable[[Machine], Tier]
+    """Each machine's own."""
 
     @initialize()
     def start(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 
 from kvd.cli.demo.daemon import private_daemon
 from tests.engines.llama_cpp.servers import PlainServer, SharingServer
+
+collect_ignore = [] if "KVD_LLAMA_CPP_PYTHON" in os.environ else ["test_llama_cpp_python.py"]
+"""`make test-llama-cpp-python` sets it: building the package takes longer than all tests."""
 
 
 @pytest.fixture(scope="session")

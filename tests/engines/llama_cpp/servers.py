@@ -100,8 +100,13 @@ class Server:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None:
             print(self.log(), file=sys.stderr)
-        self.process.kill()
-        self.process.wait()
+        # A killed proxy leaves its folder in /dev/shm to the next one.
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self._log.close()
 
 

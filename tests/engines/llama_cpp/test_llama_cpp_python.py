@@ -1,4 +1,4 @@
-"""The real llama-cpp-python, where it is installed: another process goes on where this one has been."""
+"""The real llama-cpp-python: another process goes on where this one has been. `make test-llama-cpp-python` runs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from tests.engines.llama_cpp.servers import ROOT, model_path
 
-pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (it takes 17 minutes to build)")
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 SCRIPT = """

@@ -25,7 +25,7 @@ from tests.engines.llama_cpp.servers import PlainServer, Server, SharingServer, 
 from tests.support.daemon import running_daemon
 from tests.support.wait import eventually
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600), pytest.mark.xdist_group("/dev/shm")]
 
 
 def manual(name: str, num_lines: int = 12) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import types
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,6 +24,7 @@ from kvd_client.engines.transformers.cache import KvdCache
 from kvd_client.engines.transformers.identity import state_stamp
 from kvd_client.engines.transformers.row_attention import switch_attention
 from kvd_client.engines.transformers.support import layer_windows
+from kvd_client.engines.transformers.wrapping import wrap_generate
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What transformers calls the argument; the second is the older name."""
@@ -106,24 +106,20 @@ class _Checks:
             return _without_cached(args, kwargs)
 
         self.num_caches = 0
-        self.own_generate = vars(model).get("generate")
         self.undo_attention: Callable[[], None] | None = None
         self._hooks = (
             model.register_forward_pre_hook(cut, with_kwargs=True),
             decoder.register_forward_pre_hook(before, with_kwargs=True),
             decoder.register_forward_hook(after, with_kwargs=True),
         )
-        # A bound method, so that a deepcopy of the model carries one bound to the copy.
-        model.generate = types.MethodType(_checked_generate, model)
+        self._unwrap = wrap_generate(model, _checked_generate)
 
     def remove(self, model: PreTrainedModel) -> None:
         for hook in self._hooks:
             hook.remove()
         if self.undo_attention is not None:
             self.undo_attention()
-        del model.generate
-        if self.own_generate is not None:
-            model.generate = self.own_generate
+        self._unwrap()
 
 
 def _cache_in(arguments: Mapping[str, Any]) -> KvdCache | None:
@@ -156,15 +152,14 @@ def _before_forward(decoder: torch.nn.Module, arguments: Mapping[str, Any]) -> N
     cache.begin_step(decoder, input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
 
 
-def _checked_generate(self: PreTrainedModel, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _checked_generate(
+    self: PreTrainedModel, generate: Callable[..., Any], inputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """`generate`, after the prompt was compared with what a `KvdCache` among the arguments holds.
 
     Where every row is wanted several times, and the cache has it once, `generate` gets a fork with the rows repeated,
     so that the caller's own cache is afterwards what it was.
     """
-    checks = _checks.get(self)
-    own = checks.own_generate if checks is not None else None
-    generate = own if own is not None else types.MethodType(type(self).generate, self)
     name = next((each for each in CACHE_NAMES if isinstance(kwargs.get(each), KvdCache)), None)
     if name is None:
         return generate(inputs, *args, **kwargs)

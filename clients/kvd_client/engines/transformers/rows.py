@@ -64,8 +64,7 @@ class CachedRow:
         """Keys and values of one layer in the order of their tokens, in as many tensors as they lie in; views."""
         if self._private is not None:
             return [self._private.layer(layer)]
-        parts = getattr(self.sequence, "parts", None)
-        return [self.sequence.layer(layer)] if parts is None else list(parts(layer))
+        return self.sequence.parts(layer)
 
     def between(self, layer: int, start: int, stop: int) -> list[Part]:
         """`parts` of tokens start .. stop, those that are empty left out."""

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import threading
-import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from kvd_client.engines.transformers.attach import attach
 from kvd_client.engines.transformers.cache import KvdCache
 from kvd_client.engines.transformers.guard import CACHE_NAMES, setting
 from kvd_client.engines.transformers.support import unwrap
+from kvd_client.engines.transformers.wrapping import wrap_generate
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Sharing:
         self._lock = threading.Lock()
         self._inside = threading.local()
         self._told: set[str] = set()
+        self._is_over = False
 
     def generate(
         self,
@@ -88,7 +89,11 @@ class Sharing:
         kwargs: dict[str, Any],
     ) -> Any:
         """`below(inputs, *args, **kwargs)`, which is the model's own `generate`, over the cache if possible."""
-        if getattr(self._inside, "generate", False) or any(kwargs.get(name) is not None for name in CACHE_NAMES):
+        if (
+            self._is_over
+            or getattr(self._inside, "generate", False)
+            or any(kwargs.get(name) is not None for name in CACHE_NAMES)
+        ):
             return below(inputs, *args, **kwargs)
         self.statistics.num_calls += 1
         cache = self._attach(model, inputs, args, kwargs)
@@ -156,7 +161,8 @@ class Sharing:
             own[1].close()
 
     def close(self) -> None:
-        """Ends the session, if it is its own; idempotent."""
+        """Ends the session, if it is its own, and has every later call run as it would without; idempotent."""
+        self._is_over = True
         self._forget_client()
 
     def _runs_without(self, model: PreTrainedModel, error: KvdError) -> None:
@@ -196,19 +202,11 @@ def shared(
         materialize=materialize,
         block_tokens=block_tokens,
     )
-    own_generate = vars(inner).get("generate")
-
-    def generate(self: PreTrainedModel, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        below = own_generate if own_generate is not None else types.MethodType(type(self).generate, self)
-        return sharing.generate(self, below, inputs, args, kwargs)
-
-    inner.generate = types.MethodType(generate, inner)
+    unwrap_generate = wrap_generate(inner, sharing.generate)
     try:
         yield sharing.statistics
     finally:
-        del inner.generate
-        if own_generate is not None:
-            inner.generate = own_generate
+        unwrap_generate()
         sharing.close()
 
 
