@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from tests.cuda.conftest import machine
@@ -18,8 +16,6 @@ def either_home(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     with a mover run by hand; what differs between the two homes is below them, in `kvd.memory` and `kvd.build`.
     """
     if request.param == "card":
-        if importlib.util.find_spec("kvd_client.device_storage") is None:
-            pytest.skip("the client library maps no card yet")
         monkeypatch.setattr(daemon, "default_machine", request.getfixturevalue("machine"))
 
 
