@@ -20,7 +20,7 @@ import pytest
 import kvd_client
 from kvd.errors import ConnectionFailed, KvdError, OutOfMemory
 from kvd_client.address_range import AddressRange
-from kvd_client.storage import MappedStorage
+from kvd_client.mapped_storage import MappedStorage
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.support.daemon import Daemon
 from tests.support.wait import eventually

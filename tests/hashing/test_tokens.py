@@ -73,7 +73,7 @@ def test_an_enum_of_ints_is_an_int():
         "12",
         b"\1\2",
         bytearray(4),
-        memoryview(b"1234"),
+        pytest.param(memoryview(b"1234"), id="memoryview"),
         np.array([1.0]),
         np.array([True]),
         np.array([-1]),
