@@ -18,9 +18,10 @@ from typing import Any, Self
 import pytest
 
 import kvd_client
-from kvd.errors import ConnectionFailed, KvdError, OutOfMemory
+from kvd.errors import ConnectionFailed, OutOfMemory
 from kvd_client.address_range import AddressRange
 from kvd_client.mapped_storage import MappedStorage
+from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.support.daemon import Daemon
 from tests.support.wait import eventually
@@ -120,14 +121,16 @@ def at_every_place(daemon: Daemon, prepare: Callable[[kvd_client.Sequence], obje
     raise AssertionError("it never got through")
 
 
+@host_only("what may be lost is a mapping")
 @pytest.mark.timeout(600)
 def test_an_interrupted_extend_loses_neither_a_mapping_nor_a_block(daemon: Daemon) -> None:
     places = list(at_every_place(daemon, lambda _: None))
     assert len(places) > 50
-    for file in ("address_range", "storage", "libc", "sequence_core", "channel", "lifetimes", "segments"):
+    for file in ("address_range", "mapped_storage", "libc", "sequence_core", "channel", "lifetimes", "segments"):
         assert any(place.startswith(f"{file}.py") for place in places), file
 
 
+@host_only("memory on a card is not mapped piece by piece")
 @pytest.mark.timeout(600)
 def test_an_interrupted_fall_back_to_private_memory_loses_nothing(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +149,7 @@ def test_an_interrupted_fall_back_to_private_memory_loses_nothing(
             patch.undo()
 
 
+@host_only("what may be lost is a mapping")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("verb", ["sequence", "fork"])
 def test_an_interrupted_begin_or_fork_leaves_nothing(daemon: Daemon, verb: str) -> None:
@@ -200,23 +204,3 @@ def is_mapped(address: int) -> bool:
         if first <= address < behind:
             return True
     return False
-
-
-def test_an_interrupt_is_no_error_of_the_library(daemon: Daemon) -> None:
-    with kvd_client.connect(daemon.folder) as client:
-        seq = client.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT)
-        with pytest.raises(KeyboardInterrupt), _raising(InterruptAt(1)):
-            seq.extend(2800)
-        assert not issubclass(KeyboardInterrupt, KvdError)
-        seq.extend(2800)
-
-
-class _raising:
-    def __init__(self, interrupt: InterruptAt) -> None:
-        self._interrupt = interrupt
-
-    def __enter__(self) -> None:
-        sys.setprofile(self._interrupt)
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)

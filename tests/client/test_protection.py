@@ -99,7 +99,7 @@ def test_a_stray_write_through_what_a_sequence_has_left_faults(daemon: Daemon, w
 import sys
 import kvd_client
 from kvd.errors import OutOfMemory
-from kvd_client.storage import MappedStorage
+from kvd_client.mapped_storage import MappedStorage
 from tests.client.kv import LAYOUT, MODEL, fill
 def refuse(*_arguments, **_options):
     raise OutOfMemory("no more mappings")
