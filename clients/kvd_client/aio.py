@@ -225,6 +225,7 @@ class Cache:
         verify: bool = False,
         populate: bool = True,
         announce: bool = True,
+        attach_all: bool = False,
     ) -> Sequence:
         """See `kvd_client.Cache.sequence`."""
         # Here, not in the verb, which runs again after a restart: an iterator gives its ids once.
@@ -239,6 +240,7 @@ class Cache:
                 wait_s=wait_s,
                 verify=verify,
                 announce=announce,
+                attach_all=attach_all,
                 options=options,
             )
         )

@@ -69,11 +69,14 @@ class Cache:
         verify: bool = False,
         populate: bool = True,
         announce: bool = True,
+        attach_all: bool = False,
     ) -> Sequence:
         """The longest cached prefix of `token_ids`, mapped, with room for the rest reserved: one round trip.
 
         At most len(token_ids) - 1 tokens are attached, so one at least is left to compute. `max_tokens` bounds what the
         sequence may ever hold (default: len(token_ids) + 1024); address space, not memory, is set aside for it.
+
+        `attach_all` attaches the last token's block too when it is cached: for who copies the KV and computes nothing.
 
         `announce` tells the daemon that the missing blocks will be computed now; others who want them may wait.
         `wait_s` bounds the wait for blocks which another session announced: None is the daemon's default, refused with
@@ -98,6 +101,7 @@ class Cache:
                 wait_s=wait_s,
                 verify=verify,
                 announce=announce,
+                attach_all=attach_all,
                 options=options,
             )
         )

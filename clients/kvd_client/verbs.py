@@ -160,6 +160,7 @@ def begin(
     wait_s: float | None,
     verify: bool,
     announce: bool,
+    attach_all: bool,
     options: SequenceOptions,
 ) -> Verb[SequenceCore]:
     """The longest cached prefix attached, the rest reserved and announced: one round trip.
@@ -184,7 +185,7 @@ def begin(
                 cache.handle,
                 packed,
                 # One token at least is left to compute: engines need the logits of the last one.
-                max_cached=max(0, num_tokens - 1) // layout.block_tokens,
+                max_cached=max(0, num_tokens - (not attach_all)) // layout.block_tokens,
                 num_blocks=num_blocks,
                 announce=announce,
                 wait_s=bound_s,
