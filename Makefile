@@ -2,11 +2,12 @@
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo bench test test-engines test-systemd test-llama-cpp-python lint types layers pytest system gpu-check clean
+.PHONY: help demo bench test test-engines test-systemd test-vllm test-llama-cpp-python lint types layers pytest system gpu-check clean
 
 BIN := .venv/bin
 RUN := .venv/.kvd-run
 DEV := .venv/.kvd-dev
+VLLM := .venv-vllm/.kvd-vllm
 SETUP_INPUTS := pyproject.toml constraints.txt tools/setup
 
 help:  ## show the targets
@@ -25,6 +26,9 @@ test-engines: $(DEV) system  ## transformers and llama.cpp: real models, real se
 
 test-systemd: $(DEV) system  ## the service in a real systemd, in a container (as root; builds its root under .cache)
 	@root=$$(tools/systemd-root) && KVD_SYSTEMD_ROOT=$$root $(BIN)/pytest -q tests/system
+
+test-vllm: $(VLLM)  ## the vLLM connector in real engines (a vLLM in .venv-vllm, 2.3 GB; about ten minutes)
+	@.venv-vllm/bin/pytest -q tests/vllm
 
 test-llama-cpp-python: $(DEV)  ## the cache of llama-cpp-python in the real one (which takes 17 minutes to build)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python>=0.3.16'
@@ -58,3 +62,6 @@ $(RUN): $(SETUP_INPUTS)
 
 $(DEV): $(SETUP_INPUTS)
 	@tools/setup dev
+
+$(VLLM): tools/setup-vllm constraints.txt
+	@tools/setup-vllm

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ from tests.vllm.engine import Engine
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
+else:
+    with warnings.catch_warnings():
+        # What vLLM and torch say of each other is no concern of these tests, in which every warning is an error.
+        warnings.simplefilter("ignore")
+        import kvd_client.engines.vllm  # noqa: F401
 
 
 @pytest.fixture(scope="session")
@@ -77,12 +83,14 @@ def engines(place: Path, daemon_of_all: Daemon) -> Iterator[Engines]:
 @pytest.fixture
 def writer(engines: Engines, daemon: Daemon) -> Engine:
     """Stores what the others find. It serves adapters."""
+    engines.writer.call("end_pause")
     return engines.writer
 
 
 @pytest.fixture
 def reader(engines: Engines, daemon: Daemon) -> Engine:
     """Another process with the same model, which schedules the next step while one runs."""
+    engines.reader.call("end_pause")
     return engines.reader
 
 

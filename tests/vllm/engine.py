@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Engine:
                 [sys.executable, "-m", "tests.vllm.engine", str(model), json.dumps(arguments)],
                 cwd=ROOT,
                 env=os.environ | ENVIRONMENT,
+                bufsize=0,  # what a buffer had read already, select would not see
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -56,7 +58,6 @@ class Engine:
     def send(self, do: str, **arguments: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
 
     def answer(self) -> Any:
         if not self._started:
@@ -69,7 +70,7 @@ class Engine:
         return self.answer()
 
     def generate(self, *prompts: list[int], **arguments: Any) -> dict[str, Any]:
-        """`tokens` and `cached`, a list each; what was `loaded` and `saved` in tokens; `faults` by kind so far.
+        """`tokens` and `cached`, a list each; what was `loaded` and `saved` in tokens; `faults` by kind.
 
         Everything that was to be saved is saved when it returns. `salt`, `lora` (a folder) and `num_new` are for all.
         """
@@ -89,6 +90,8 @@ class Engine:
 
 class Inside:
     """What runs in the engine's process."""
+
+    here: Inside
 
     def __init__(self, model: str, connector: dict[str, Any] | None, **arguments: Any) -> None:
         from vllm import LLM
@@ -117,6 +120,7 @@ class Inside:
 
             self.worker = get_kv_transfer_group()
         self._loras: dict[str, int] = {}
+        Inside.here = self
         self._count_preemptions()
 
     def generate(
@@ -153,15 +157,16 @@ class Inside:
             "cached": [output.num_cached_tokens for output in outputs],
             "loaded": after["loaded"] - before["loaded"],
             "saved": after["saved"] - before["saved"],
-            "faults": self.faults(),
+            "faults": dict(after["faults"] - before["faults"]),
             "preempted": after["preempted"] - before["preempted"],
             "sprung": sprung,
         }
 
-    def _counts(self) -> dict[str, int]:
-        counts = {"loaded": 0, "saved": 0, "preempted": self._num_preempted}
+    def _counts(self) -> dict[str, Any]:
+        counts: dict[str, Any] = {"loaded": 0, "saved": 0, "preempted": self._num_preempted, "faults": Counter()}
         if self.worker is not None:
             counts |= {"loaded": self.worker.num_tokens_loaded, "saved": self.worker.num_tokens_saved}
+            counts["faults"] = self.connector.faults + self.worker.faults
         return counts
 
     def _count_preemptions(self) -> None:
@@ -172,9 +177,6 @@ class Inside:
             preempt(*positional, **named)
 
         self.scheduler._preempt_request = counted
-
-    def faults(self) -> dict[str, int]:
-        return dict(self.connector.faults + self.worker.faults) if self.worker is not None else {}
 
     def settle(self) -> None:
         """Runs the engine until nothing is left to do, and waits for what is being saved."""
@@ -198,25 +200,28 @@ class Inside:
 
     def corrupt(self, tokens: list[int]) -> None:
         """Flips a byte of a block that kvd holds for these tokens, the second one. This engine has saved it."""
-        from kvd_client.engines.vllm.names import Variant
-
         saving = self.worker._worker._saving
-        namespace = self.connector._scheduler._names.namespace(0, Variant())
-        cache = saving.cache(saving._connected(), namespace)
+        cache = saving.cache(saving._connected(), self.plain_namespace())
         with cache.sequence(tokens, len(tokens), attach_all=True, announce=False) as sequence:
             block = sequence._core.block_at(1)
             (run,) = sequence._core._cache.memory.runs([block], writable=True)
             (byte,) = os.pread(run.fd, 1, run.offset + 1000)
             os.pwrite(run.fd, bytes([byte ^ 64]), run.offset + 1000)
 
-    def num_free_blocks(self) -> int:
-        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+    def end_pause(self) -> None:
+        """As if the time had passed for which a daemon that was not there is left alone."""
+        worker = self.worker._worker
+        for daemon in (self.connector._scheduler._daemon, worker._loading, worker._saving):
+            daemon._not_before_s = float("-inf")
+
+    def plain_namespace(self) -> Any:
+        from kvd_client.engines.vllm.names import Variant
+
+        return self.connector._scheduler._names.namespace(0, Variant())
 
     def namespace(self) -> dict[str, Any]:
         """What names the KV of plain requests."""
-        from kvd_client.engines.vllm.names import Variant
-
-        namespace = self.connector._scheduler._names.namespace(0, Variant())
+        namespace = self.plain_namespace()
         return {"model": namespace.model, "block_tokens": namespace.layout.block_tokens, "text": str(namespace)}
 
 
@@ -268,7 +273,24 @@ def _flush(runtime_dir: str) -> None:
         client.flush()
 
 
-_ACTIONS: dict[str, Callable[..., None]] = {"kill": _kill, "flush": _flush}
+def _shorten(tokens: list[int], num_kept: int) -> None:
+    """Has kvd forget everything, and gives it the first blocks of a prompt again."""
+    import kvd_client
+
+    worker = Inside.here.worker._worker
+    with kvd_client.connect(worker._settings.runtime_dir) as client:
+        cache = worker._loading.cache(client, Inside.here.plain_namespace())
+        kept = tokens[:num_kept]
+        with cache.sequence(kept, num_kept, attach_all=True) as sequence:
+            content = bytes(sequence.buffer(0, num_kept))
+        client.flush()
+        with cache.sequence(kept, num_kept) as sequence:
+            sequence.buffer(0, num_kept)[:] = content
+            sequence.advance(num_kept)
+            sequence.commit()
+
+
+_ACTIONS: dict[str, Callable[..., None]] = {"kill": _kill, "flush": _flush, "shorten": _shorten}
 
 
 def main() -> None:
