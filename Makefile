@@ -11,7 +11,7 @@ VLLM := .venv-vllm/.kvd-vllm
 SETUP_INPUTS := pyproject.toml constraints.txt tools/setup
 
 help:  ## show the targets
-	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' Makefile | expand -t 24
 
 demo: $(RUN)  ## processes share a real model's KV cache
 	@$(BIN)/kvd demo
