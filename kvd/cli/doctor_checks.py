@@ -233,7 +233,7 @@ def check_torch(facts: Facts) -> list[Finding]:
     if not facts.cards:
         return [Finding(name, Level.OK, f"torch {torch.version}")]
     if not torch.cuda:
-        fix = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+        fix = "install a CUDA build of torch (cu126, 2.14 at most, for Pascal): https://pytorch.org/get-started"
         return [Finding(name, Level.WARNING, f"torch {torch.version} is a CPU build, and there is a card", fix)]
     if torch.arches is None:
         return [Finding(name, Level.OK, f"torch {torch.version} for CUDA {torch.cuda}")]
@@ -243,7 +243,7 @@ def check_torch(facts: Facts) -> list[Finding]:
             major, minor = card.compute_capability
             text = f"torch {torch.version} has no code for the {card.name} (sm_{major}{minor})"
             fix = (
-                "install a cu126 build: torch 2.8 to 2.14 from https://download.pytorch.org/whl/cu126, or 2.7.1"
+                "install a cu126 build: torch 2.8 to 2.14 (https://pytorch.org/get-started), or 2.7.1"
                 if card.compute_capability in PASCAL
                 else "install the torch build for this card: https://pytorch.org/get-started"
             )
