@@ -46,7 +46,7 @@ def decode_request(frame: bytes | memoryview) -> Request:
     """The request in a frame. Raises `VersionMismatch` or `InvalidRequest`; never anything else."""
     try:
         return _request_decoder.decode(_body(frame))
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"not a request: {error}") from error
 
 
@@ -54,7 +54,7 @@ def decode_reply(frame: bytes | memoryview) -> Reply:
     """The reply in a frame. Raises `VersionMismatch` or `InvalidRequest`; never anything else."""
     try:
         return _reply_decoder.decode(_body(frame))
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"not a reply: {error}") from error
 
 

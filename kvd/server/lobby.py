@@ -97,7 +97,8 @@ class Lobby:
     def _read(self, descriptor: int) -> None:
         arrival = self._silent[descriptor]
         try:
-            datagram = arrival.connection.recv(MAX_DATAGRAM_NBYTES + 1)
+            # Of one that is too long this is no whole message, and refused as such.
+            datagram = arrival.connection.recv(MAX_DATAGRAM_NBYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -108,8 +109,6 @@ class Lobby:
             arrival.connection.close()
             return
         try:
-            if len(datagram) > MAX_DATAGRAM_NBYTES:
-                raise InvalidRequest(f"a hello has at most {MAX_DATAGRAM_NBYTES} bytes")
             hello = decode_from_client(datagram)
             if not isinstance(hello, Hello):
                 raise InvalidRequest("the first message of a client is a hello")

@@ -19,6 +19,7 @@ from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
 from tests.support.daemon import Daemon
+from tests.support.mappings import is_mapped
 from tests.support.wait import eventually
 
 PROMPT = list(range(300, 400))
@@ -104,11 +105,6 @@ def test_a_forked_child_has_no_copy_either_and_unmaps_nothing(client: kvd_client
             return f"{inherited} {[*map(is_mapped, addresses)]}"
 
         assert in_child(child) == "[False, False, False] [True, True]"
-
-
-def is_mapped(address: int) -> bool:
-    maps = Path("/proc/self/maps").read_text()
-    return any(int(first, 16) <= address < int(last, 16) for first, last in re.findall(r"^(\w+)-(\w+)", maps, re.M))
 
 
 # case B9

@@ -24,6 +24,7 @@ from kvd_client.mapped_storage import MappedStorage
 from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.support.daemon import Daemon
+from tests.support.mappings import is_mapped
 from tests.support.wait import eventually
 
 PROMPT = list(range(3000, 3100))
@@ -196,11 +197,3 @@ def test_a_range_that_nobody_has_seen_goes_with_its_object() -> None:
     assert before
     assert not any(is_mapped(base) for base in bases)
     assert all(is_mapped(base) for base in kept)
-
-
-def is_mapped(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, behind = (int(bound, 16) for bound in line.split()[0].split("-"))
-        if first <= address < behind:
-            return True
-    return False

@@ -12,10 +12,12 @@ import torch
 
 import kvd_client
 from kvd.errors import DaemonRestarted, EngineUnsupported
-from tests.client.homes import let_go
+from kvd.protocol.requests import Release, Request
+from tests.client.homes import host_only, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
 from tests.fakecuda.machine import FakeMachine
 from tests.support.daemon import Daemon
+from tests.support.mappings import permissions
 from tests.support.wait import eventually
 
 PROMPT = list(range(200, 300))
@@ -100,6 +102,30 @@ def test_a_tensor_alone_keeps_its_block_and_the_session(daemon: Daemon) -> None:
         assert torch.equal(keys, keys_values(1, PROMPT, 0, 50)[0])
         del keys
         eventually(lambda: len(figures(observer)) == 1)
+
+
+# case B14
+@host_only("what is unmapped is a mapping")
+@pytest.mark.parametrize("is_viewed", [False, True])
+def test_what_goes_back_is_unmapped_before(
+    client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch, is_viewed: bool
+) -> None:
+    seq = full_sequence(client)
+    address, link = seq.array().data_ptr(), client._runner.link
+    post, found = link.post, []
+
+    def watch(request: Request) -> None:
+        if isinstance(request, Release) and (request.blocks or request.reserved):
+            found.append(permissions(address))
+        post(request)
+
+    monkeypatch.setattr(link, "post", watch)
+    view = seq.layer(0) if is_viewed else None
+    seq.close()
+    assert found == ([] if is_viewed else [""])
+    del view
+    let_go()
+    assert found == [""]
 
 
 def test_a_sequence_that_is_dropped_is_closed(client: kvd_client.Client) -> None:

@@ -16,6 +16,7 @@ from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
 from tests.support.daemon import Daemon
+from tests.support.mappings import permissions
 
 pytestmark = host_only("about the page table of host memory; a card has nothing like it")
 PROMPT = list(range(400, 500))
@@ -81,15 +82,6 @@ def test_a_block_is_read_only_before_its_seal_is_asked_for(
         assert permissions(address) == "rw-s"
         seq.commit()
         assert asked == [(Seal, "r--s")]
-
-
-def permissions(address: int) -> str:
-    """Of the mapping at an address, as proc_pid_maps(5) has them."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        first, behind = (int(bound, 16) for bound in line.split()[0].split("-"))
-        if first <= address < behind:
-            return line.split()[1]
-    return ""
 
 
 # case D3

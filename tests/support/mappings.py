@@ -18,3 +18,17 @@ def segment_flags(pid: int | str) -> list[set[str]]:
         elif head == "VmFlags:" and is_segment:
             found.append(set(rest.split()))
     return found
+
+
+def permissions(address: int) -> str:
+    """Of this process's mapping at an address, as proc_pid_maps(5) has them; empty where nothing is mapped."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, behind = (int(bound, 16) for bound in line.split()[0].split("-"))
+        if first <= address < behind:
+            return line.split()[1]
+    return ""
+
+
+def is_mapped(address: int) -> bool:
+    """Whether anything is, a reservation included."""
+    return permissions(address) != ""
