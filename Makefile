@@ -2,7 +2,7 @@
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo bench test test-engines test-systemd test-vllm test-llama-cpp-python lint types layers pytest system gpu-check clean
+.PHONY: help demo bench test test-engines test-systemd test-vllm bench-vllm test-llama-cpp-python lint types layers pytest system gpu-check clean
 
 BIN := .venv/bin
 RUN := .venv/.kvd-run
@@ -29,6 +29,9 @@ test-systemd: $(DEV) system  ## the service in a real systemd, in a container (a
 
 test-vllm: $(VLLM)  ## the vLLM connector in real engines (a vLLM in .venv-vllm, 2.3 GB; about ten minutes)
 	@.venv-vllm/bin/pytest -q tests/vllm
+
+bench-vllm: $(VLLM)  ## what storing costs a vLLM engine that finds nothing
+	@.venv-vllm/bin/python tools/vllm_overhead.py
 
 test-llama-cpp-python: $(DEV)  ## the cache of llama-cpp-python in the real one (which takes 17 minutes to build)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt 'llama-cpp-python>=0.3.16'

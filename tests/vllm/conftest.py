@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def daemon_of_all(place: Path) -> Iterator[Daemon]:
-    with running_daemon(place, budget="64MiB", segment="1MiB") as daemon:
+    with running_daemon(place, budget="64MiB", segment="1MiB", memory={"checksums": True}) as daemon:
         yield daemon
 
 

@@ -93,13 +93,15 @@ def test_a_flipped_byte_is_never_attended_to(writer, reader, plain, daemon, prom
 def test_a_full_pool_drops_saves_and_nothing_else(writer, plain, daemon, prompt):
     tokens = prompt(200)
     with kvd_client.connect(daemon.folder) as client:
-        layout = kvd_client.KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, dtype="float16", block_tokens=4096)
+        # Of vLLM's own block size, so of the same pool.
+        layout = kvd_client.KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32", block_tokens=32)
         cache = client.cache(model="greedy@1", layout=layout)
         held = []
         try:
-            with contextlib.suppress(OutOfBlocks, OutOfMemory):
-                while True:
-                    held.append(cache.allocate_sequence(4096))
+            for num_blocks in (64, 1):
+                with contextlib.suppress(OutOfBlocks, OutOfMemory):
+                    while True:
+                        held.append(cache.allocate_sequence(32 * num_blocks))
             answer = writer.generate(tokens)
         finally:
             for sequence in held:

@@ -147,7 +147,7 @@ def test_status_names_the_model_and_nothing_stays_held(writer, reader, daemon):
     with kvd_client.connect(daemon.folder) as client:
         client.check()
         status = client.status()
-        assert {each.engine for each in status.namespaces} == {"vllm/1"}
+        assert "vllm/1" in {each.engine for each in status.namespaces}
         engines = [each for each in status.clients if each.label.startswith("vllm")]
         assert engines
         assert all((each.num_references, each.num_reserved, each.num_announced) == (0, 0, 0) for each in engines)

@@ -61,7 +61,7 @@ class Daemon:
             return None
 
     def cache(self, client: Client, namespace: Namespace) -> Cache:
-        """Within a call: the cache of a namespace, with checksums."""
+        """Within a call: the cache of a namespace, with checksums where the daemon keeps them."""
         self._namespaces.add(namespace)
         return client.cache(
             model=namespace.model,

@@ -176,8 +176,11 @@ class SchedulerSide:
     def heard(self, output: Any) -> None:
         """Takes in a `KVConnectorOutput` of the workers."""
         for name in output.finished_recving or ():
-            if name in self._tracked:
-                self._tracked[name].is_loading = False
+            tracked = self._tracked.get(name)
+            if tracked is not None:
+                tracked.is_loading = False
+                # What could not be loaded is computed, and saved then; vLLM has cut the count already.
+                tracked.num_saved = min(tracked.num_saved, tracked.request.num_computed_tokens)
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             for number, count in report.done.items():
