@@ -20,16 +20,25 @@ from kvd_client.engines.transformers import attach
 NUM_NEW = 12
 
 
-def generate(model: Any, input_ids: torch.Tensor, cache: Any) -> Any:
+def generate(model: Any, input_ids: torch.Tensor, cache: Any, num_new: int = NUM_NEW) -> Any:
     """Greedy ids and the logits of each step."""
     return model.generate(
         input_ids,
         cache=cache,
-        max_new_tokens=NUM_NEW,
+        max_new_tokens=num_new,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
     )
+
+
+def generate_split(model: Any, input_ids: torch.Tensor, num_first: int, num_new: int = NUM_NEW) -> Any:
+    """The control: without kvd, the first `num_first` tokens computed by themselves, as whoever left them did."""
+    cache = DynamicCache(config=model.config)
+    if num_first:
+        with torch.no_grad():
+            model(input_ids[:, :num_first], cache=cache)
+    return generate(model, input_ids, cache, num_new)
 
 
 def load(name: str, attention: str) -> Any:
@@ -45,11 +54,7 @@ def main(runtime_dir: str, name: str, salt: str, attention: str) -> dict[str, An
         num_cached, num_copied = cache.num_cached_tokens, cache.num_copied_bytes
         found = generate(model, input_ids, cache)
         num_held = cache.get_seq_length()
-    control_cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        if num_cached:
-            model(input_ids[:, :num_cached], cache=control_cache)
-    control = generate(model, input_ids, control_cache)
+    control = generate_split(model, input_ids, num_cached)
     return {
         "num_cached": num_cached,
         "num_copied": num_copied,
