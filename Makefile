@@ -22,7 +22,7 @@ bench: $(RUN)  ## the numbers, each beside its limit
 test: lint types layers pytest  ## everything but the engines and systemd, which have targets of their own
 
 test-engines: $(DEV) system  ## transformers and llama.cpp: real models, real servers
-	@$(BIN)/pytest -q tests/engines
+	@$(BIN)/pytest -q tests/engines tests/soak/test_engines.py
 
 test-systemd: $(DEV) system  ## the service in a real systemd, in a container (as root; builds its root under .cache)
 	@root=$$(tools/systemd-root) && KVD_SYSTEMD_ROOT=$$root $(BIN)/pytest -q tests/system
@@ -48,7 +48,7 @@ layers: $(DEV)  ## import-linter: imports go downwards only
 	@$(BIN)/lint-imports --no-cache --no-logo
 
 pytest: $(DEV) system  ## the tests alone, on two cores
-	@$(BIN)/pytest -q -n 2 --dist loadgroup --ignore tests/engines tests
+	@$(BIN)/pytest -q -n 2 --dist loadgroup --ignore tests/engines --ignore tests/soak/test_engines.py tests
 
 system:  ## Debian packages that tests use (installed when run as root)
 	@tools/system-packages
