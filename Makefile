@@ -2,7 +2,7 @@
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo bench test test-engines test-systemd test-vllm bench-vllm test-llama-cpp-python lint types layers pytest system gpu-check clean
+.PHONY: help demo bench test test-cards test-engines test-systemd test-vllm bench-vllm test-llama-cpp-python lint types layers pytest system gpu-check clean
 
 BIN := .venv/bin
 RUN := .venv/.kvd-run
@@ -19,7 +19,10 @@ demo: $(RUN)  ## processes share a real model's KV cache
 bench: $(RUN)  ## the numbers, each beside its limit
 	@$(BIN)/kvd bench --quick
 
-test: lint types layers pytest  ## everything but the engines and systemd, which have targets of their own
+test: lint types layers pytest  ## everything but cards, engines and systemd, which have targets of their own
+
+test-cards: $(DEV) system  ## pools on cards, over a fake driver: their own tests, and those of host memory once more
+	@$(BIN)/pytest -q -n 2 --dist loadgroup -m card tests
 
 test-engines: $(DEV) system  ## transformers and llama.cpp: real models, real servers
 	@$(BIN)/pytest -q tests/engines tests/soak/test_engines.py
@@ -48,7 +51,7 @@ layers: $(DEV)  ## import-linter: imports go downwards only
 	@$(BIN)/lint-imports --no-cache --no-logo
 
 pytest: $(DEV) system  ## the tests alone, on two cores
-	@$(BIN)/pytest -q -n 2 --dist loadgroup --ignore tests/engines --ignore tests/soak/test_engines.py tests
+	@$(BIN)/pytest -q -n 2 --dist loadgroup -m "not card" --ignore tests/engines --ignore tests/soak/test_engines.py tests
 
 system:  ## Debian packages that tests use (installed when run as root)
 	@tools/system-packages
