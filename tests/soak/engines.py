@@ -9,7 +9,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -55,9 +55,14 @@ class Engines:
 
     NAMES = ("llama 0", "llama 1", "transformers 0", "transformers 1")
 
-    def __init__(self, runtime_dir: Path, oracle: Path) -> None:
-        """Starts them; returns when all have loaded their model."""
+    def __init__(self, runtime_dir: Path, oracle: Path, right: Mapping[str, list[list[int]]]) -> None:
+        """Starts them; returns when the llama-servers have loaded their model.
+
+        `oracle` is what the transformers processes compare their logits with, `right` has by kind of engine ("llama",
+        "transformers") the tokens of each prompt's answer.
+        """
         self.answers: list[Answer] = []
+        self._right = right
         self._errors: list[Exception] = []
         self._stopping = threading.Event()
         self._exits = contextlib.ExitStack()
@@ -77,7 +82,7 @@ class Engines:
             self._begin(lambda name=self.NAMES[2 + number], worker=worker: self._read(name, worker))
 
     def check(self) -> None:
-        """Fails when a process ended, or an answer was an error."""
+        """Fails when a process ended, or an answer was an error, or a wrong one."""
         if self._errors:
             raise self._errors[0]
 
@@ -112,6 +117,11 @@ class Engines:
         assert [worker.wait(STOP_BOUND_S) for worker in self._workers] == [0, 0]
         assert [server.stop() for server in self._servers] == [0, 0]
 
+    def _judge(self, answer: Answer) -> None:
+        self.answers.append(answer)
+        assert answer.tokens == self._right[answer.engine.split()[0]][answer.prompt], answer
+        assert answer.deviation <= MAX_DEVIATION, answer
+
     def _begin(self, task: Callable[[], None]) -> None:
         def run() -> None:
             try:
@@ -128,12 +138,12 @@ class Engines:
         while not self._stopping.is_set():
             prompt = choose.randrange(len(prompts))
             answer = server.complete(prompts[prompt], NUM_NEW)
-            self.answers.append(Answer(name, prompt, answer["tokens"], answer["timings"]["cache_n"]))
+            self._judge(Answer(name, prompt, answer["tokens"], answer["timings"]["cache_n"]))
 
     def _read(self, name: str, worker: subprocess.Popen[str]) -> None:
         assert worker.stdout is not None
         for line in worker.stdout:
-            self.answers.append(Answer(name, **json.loads(line)))
+            self._judge(Answer(name, **json.loads(line)))
         if not self._stopping.is_set():
             raise AssertionError(f"{name} ended with {worker.wait()}")
 

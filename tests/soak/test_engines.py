@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.soak.checks import check_nothing_is_left
-from tests.soak.engines import MAX_DEVIATION, Engines, transformers_controls
+from tests.soak.engines import Engines, transformers_controls
 from tests.soak.llama_controls import controls as llama_controls
 from tests.support.daemon import Daemon, running_daemon
 
@@ -25,7 +25,7 @@ def let_run(engines: Engines, duration_s: float, happened: Callable[[], bool]) -
     tick, start_s = threading.Event(), time.monotonic()
     while (elapsed_s := time.monotonic() - start_s) < duration_s or not happened():
         engines.check()
-        assert elapsed_s < duration_s + PATIENCE_S, engines.since(0)
+        assert elapsed_s < duration_s + PATIENCE_S, f"{engines.summary()}, restores {engines.restores()}"
         tick.wait(0.1)
 
 
@@ -65,7 +65,7 @@ def test_two_llama_servers_and_two_transformers_answer_rightly_while_the_daemon_
     # Less than what the prompts take, so that blocks come up from below as well.
     with (
         running_daemon(tmp_path, budget="24MiB", segment="3MiB", tiers=tiers) as daemon,
-        Engines(daemon.folder, oracle) as engines,
+        Engines(daemon.folder, oracle, right) as engines,
     ):
         # Who computes a prompt for the first time reuses nothing, and a llama-server's slots hold what it had itself.
         def all_share() -> bool:
@@ -88,9 +88,6 @@ def test_two_llama_servers_and_two_transformers_answer_rightly_while_the_daemon_
         engines.stop()
         print(engines.summary())
 
-        wrong = [each for each in engines.answers if each.tokens != right[each.engine.split()[0]][each.prompt]]
-        assert not wrong
-        assert max(each.deviation for each in engines.answers) < MAX_DEVIATION
         snapshot = check_nothing_is_left(daemon)
         (below,) = snapshot.tiers
         assert below.num_puts > 0
