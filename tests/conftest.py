@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 # Started in the background, a shell has its children ignore SIGINT, and theirs in turn: tests send it to processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def short_path() -> Iterator[Path]:
+    """An empty folder for all tests of a file, whose path leaves room for a socket's in a folder of a folder."""
+    with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
+        yield Path(folder)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,15 +16,15 @@ from kvd.cli.demo.daemon import clean_environ
 COMMAND = [sys.executable, "-m", "kvd.cli", "demo"]
 
 
-def environ(tmp_path: Path) -> dict[str, str]:
+def environ(folder: Path) -> dict[str, str]:
     root = Path(__file__).parents[2]
-    return clean_environ() | {"TMPDIR": str(tmp_path), "PYTHONPATH": f"{root}{os.pathsep}{root / 'clients'}"}
+    return clean_environ() | {"TMPDIR": str(folder), "PYTHONPATH": f"{root}{os.pathsep}{root / 'clients'}"}
 
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
-def test_five_processes_and_two_daemons_share_two_documents(tmp_path: Path) -> None:
-    done = subprocess.run(COMMAND, env=environ(tmp_path), capture_output=True, text=True, check=False)
+def test_five_processes_and_two_daemons_share_two_documents(short_path: Path) -> None:
+    done = subprocess.run(COMMAND, env=environ(short_path), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.split()[-1:] == ["yes"]}
     assert list(rows) == ["A", "B", "C", "D", "E"]
@@ -34,12 +34,12 @@ def test_five_processes_and_two_daemons_share_two_documents(tmp_path: Path) -> N
     assert sorted((reused["C"] > 1900, reused["D"] > 1900)) == [False, True]
     assert all(row[3:5] == ["0", "B"] for row in rows.values())
     assert "kvd status" in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_interrupted_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    with subprocess.Popen(COMMAND, env=environ(tmp_path), stdout=subprocess.PIPE, text=True) as process:
+def test_interrupted_it_leaves_nothing(short_path: Path, number: signal.Signals) -> None:
+    with subprocess.Popen(COMMAND, env=environ(short_path), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         next(line for line in process.stdout if "process A (pid" in line)
         children = psutil.Process(process.pid).children(recursive=True)
@@ -47,4 +47,4 @@ def test_interrupted_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -
         process.send_signal(number)
         assert process.wait(30) == 1
     assert psutil.wait_procs(children, timeout=10)[1] == []
-    assert list(tmp_path.iterdir()) == []
+    assert list(short_path.iterdir()) == []

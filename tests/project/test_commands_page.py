@@ -21,10 +21,9 @@ def test_every_command_has_an_example(command):
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def printed(short_path: Path) -> list[str]:
     """What each example prints, run in the page's order."""
-    folder: Path = tmp_path_factory.mktemp("commands")
-    with sandbox(folder) as box:
+    with sandbox(short_path) as box:
         return [box.output(command) if is_run(command) else "" for command, _ in EXAMPLES]
 
 

@@ -140,6 +140,8 @@ def running_daemon(
         "device": "cpu" if machine is None else "cuda:0",
         # The cards of a fake machine are small.
         "reserve_nbytes": 0,
+        # Of the usual size it would take more descriptors than there are, in segments as small as these.
+        **({} if machine is None else {"host": {"budget": 64 << 20}}),
         **sections.pop("memory", {}),
     }
     daemon = Daemon(
