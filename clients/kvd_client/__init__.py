@@ -18,9 +18,9 @@ from kvd.layout import KVLayout
 from kvd_client.blobs import Blobs
 from kvd_client.cache import Cache
 from kvd_client.client import Client, connect
+from kvd_client.core.verb import Tokens
 from kvd_client.sequence import Sequence
 from kvd_client.statistics import CacheStatistics
-from kvd_client.verb import Tokens
 
 __all__ = [
     "Blobs",

@@ -25,20 +25,20 @@ from kvd.blobs import DEFAULT_BLOCK_NBYTES
 from kvd.hashing import Namespace, encode_tokens
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
-from kvd_client import tier_verbs, verbs
 from kvd_client.aio_blobs import Blobs
-from kvd_client.aio_runner import AsyncRunner
 from kvd_client.arguments import whole_number
-from kvd_client.device_order import Stream
-from kvd_client.opened_cache import CacheSpec, Mode, OpenedCache
+from kvd_client.core import tier_verbs, verbs
+from kvd_client.core.sequence_core import SequenceCore
+from kvd_client.core.sequence_state import SequenceOptions
+from kvd_client.core.tier_verbs import FlushOutcome, Pinned, Reach
+from kvd_client.core.verb import Tokens, Verb
+from kvd_client.core.verbs import VerifyOutcome
+from kvd_client.memory.device_order import Stream
 from kvd_client.options import DEFAULT_OPTIONS, Options
-from kvd_client.sequence_core import SequenceCore
-from kvd_client.sequence_state import SequenceOptions
 from kvd_client.sequence_view import SequenceView
+from kvd_client.session.opened_cache import CacheSpec, Mode, OpenedCache
 from kvd_client.statistics import CacheStatistics, Ledger
-from kvd_client.tier_verbs import FlushOutcome, Pinned, Reach
-from kvd_client.verb import Tokens, Verb
-from kvd_client.verbs import VerifyOutcome
+from kvd_client.transport.aio_runner import AsyncRunner
 
 if TYPE_CHECKING:
     import torch

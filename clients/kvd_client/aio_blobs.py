@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Iterable, Sequence
 
 from kvd.blobs import DEFAULT_BLOCK_NBYTES
-from kvd_client import blob_core
-from kvd_client.aio_runner import AsyncRunner
-from kvd_client.blob_core import Buffer
 from kvd_client.blobs import BlobNames, _writable
+from kvd_client.core import blob_core
+from kvd_client.core.blob_core import Buffer
+from kvd_client.transport.aio_runner import AsyncRunner
 
 
 class Blobs(BlobNames):

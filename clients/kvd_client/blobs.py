@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from kvd.blobs import DEFAULT_BLOCK_NBYTES, namespaces
 from kvd.errors import InvalidRequest
-from kvd_client import blob_core
-from kvd_client.blob_core import Buffer, Spaces
-from kvd_client.blocking import Runner
+from kvd_client.core import blob_core
+from kvd_client.core.blob_core import Buffer, Spaces
+from kvd_client.transport.blocking import Runner
 
 
 class BlobNames:

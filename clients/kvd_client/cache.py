@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from kvd.hashing import Namespace, encode_tokens
 from kvd.layout import KVLayout
-from kvd_client import tier_verbs, verbs
-from kvd_client.blocking import Runner
-from kvd_client.opened_cache import CacheSpec, Mode, OpenedCache
+from kvd_client.core import tier_verbs, verbs
+from kvd_client.core.sequence_state import SequenceOptions
+from kvd_client.core.tier_verbs import Pinned, Reach
+from kvd_client.core.verb import Tokens
 from kvd_client.sequence import Sequence
-from kvd_client.sequence_state import SequenceOptions
+from kvd_client.session.opened_cache import CacheSpec, Mode, OpenedCache
 from kvd_client.statistics import CacheStatistics, Ledger
-from kvd_client.tier_verbs import Pinned, Reach
-from kvd_client.verb import Tokens
+from kvd_client.transport.blocking import Runner
 
 
 class Cache:

@@ -10,16 +10,16 @@ from kvd.blobs import DEFAULT_BLOCK_NBYTES
 from kvd.hashing import Namespace, encode_tokens
 from kvd.layout import KVLayout
 from kvd.status import Snapshot
-from kvd_client import tier_verbs, verbs
 from kvd_client.arguments import whole_number
 from kvd_client.blobs import Blobs
-from kvd_client.blocking import Runner
 from kvd_client.cache import Cache
-from kvd_client.opened_cache import CacheSpec
+from kvd_client.core import tier_verbs, verbs
+from kvd_client.core.tier_verbs import FlushOutcome, Reach
+from kvd_client.core.verb import Tokens
+from kvd_client.core.verbs import VerifyOutcome
 from kvd_client.options import DEFAULT_OPTIONS, Options
-from kvd_client.tier_verbs import FlushOutcome, Reach
-from kvd_client.verb import Tokens
-from kvd_client.verbs import VerifyOutcome
+from kvd_client.session.opened_cache import CacheSpec
+from kvd_client.transport.blocking import Runner
 
 
 def connect(

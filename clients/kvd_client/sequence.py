@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from kvd_client.blocking import Runner
-from kvd_client.device_order import Stream
-from kvd_client.sequence_core import SequenceCore
+from kvd_client.core.sequence_core import SequenceCore
+from kvd_client.core.verb import Tokens
+from kvd_client.memory.device_order import Stream
 from kvd_client.sequence_view import SequenceView
-from kvd_client.verb import Tokens
+from kvd_client.transport.blocking import Runner
 
 if TYPE_CHECKING:
     import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvd.layout import KVLayout
-from kvd_client.sequence_core import SequenceCore
-from kvd_client.verb import Tokens
+from kvd_client.core.sequence_core import SequenceCore
+from kvd_client.core.verb import Tokens
 
 if TYPE_CHECKING:
     import torch
@@ -102,8 +102,8 @@ class SequenceView:
 
         Each is [num_kv_heads, tokens, head_dim]; together they show the tokens written in the layer. In host memory
         everything is one part. On a card the blocks lie where they lie, in two parts at most: the prefix, and what is
-        written behind it. What moves between them, and when: `kvd_client.device_storage`. Views taken before stay right
-        and are as long as they were.
+        written behind it. What moves between them, and when: `kvd_client.memory.device_storage`. Views taken before
+        stay right and are as long as they were.
         """
         return self._core.parts(layer)
 

@@ -6,9 +6,9 @@ import threading
 from dataclasses import dataclass, field, replace
 
 from kvd.status import Snapshot
-from kvd_client import verbs
-from kvd_client.link import Link
-from kvd_client.verb import Verb
+from kvd_client.core import verbs
+from kvd_client.core.verb import Verb
+from kvd_client.session.link import Link
 
 
 @dataclass(frozen=True, slots=True)

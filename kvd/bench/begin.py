@@ -31,10 +31,11 @@ from kvd.hashing import Namespace, chain_hashes, encode_tokens, pack_hashes
 from kvd.protocol.replies import Begun
 from kvd.protocol.requests import Begin, Release
 from kvd.protocol.wire import BLOCK_ID_NBYTES
-from kvd_client import Cache, verbs
-from kvd_client.link import Link
-from kvd_client.opened_cache import CacheSpec
-from kvd_client.verb import Verb, expect
+from kvd_client import Cache
+from kvd_client.core import verbs
+from kvd_client.core.verb import Verb, expect
+from kvd_client.session.link import Link
+from kvd_client.session.opened_cache import CacheSpec
 
 NUM_BLOCKS = 256
 REPEAT = 50

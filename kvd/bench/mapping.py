@@ -25,7 +25,7 @@ from kvd.bench.private_daemon import PrivateDaemon
 from kvd.bench.row import CannotMeasure, Group, Row, Run, Target, interleaved, seconds
 from kvd.bench.shapes import MIB, SEGMENT_NBYTES, SMOLLM2, TWO_MIB, prompt
 from kvd.bench.writer import MODEL, READ_SEED, seal_prompt
-from kvd_client import verbs
+from kvd_client.core import verbs
 
 NUM_BLOCKS = 64
 NUM_TOKENS = 2048

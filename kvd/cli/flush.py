@@ -10,7 +10,7 @@ from kvd.block import HASH_NBYTES
 from kvd.cli.options import runtime_dir_option
 from kvd.cli.text import count, one_line
 from kvd.errors import InvalidRequest, TierUnavailable
-from kvd_client.tier_verbs import FlushOutcome
+from kvd_client.core.tier_verbs import FlushOutcome
 
 MIN_PREFIX = 4
 

@@ -23,7 +23,7 @@ from kvd.cli.prompts import FORMAT_HELP, PromptFile, model_options, open_cache, 
 from kvd.cli.text import count, one_line
 from kvd.errors import InvalidRequest
 from kvd.status import NamespaceStatus
-from kvd_client.tier_verbs import Reach
+from kvd_client.core.tier_verbs import Reach
 
 MAX_COMPARED = 32
 """Namespaces that are asked about."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import device_imports
-from kvd_client.attendant import attendant
-from kvd_client.device_imports import shared_driver
+from kvd_client.memory import device_imports
+from kvd_client.memory.attendant import attendant
+from kvd_client.memory.device_imports import shared_driver
 from tests.fakecuda.machine import Card, FakeMachine
 
 CARDS = (

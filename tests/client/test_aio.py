@@ -11,7 +11,7 @@ import torch
 import kvd_client
 import kvd_client.aio
 from kvd.errors import ClientClosed, DaemonRestarted, DaemonUnavailable, InvalidRequest, RequestTimeout, WouldWait
-from kvd_client.aio_runner import AsyncRunner
+from kvd_client.transport.aio_runner import AsyncRunner
 from tests.client.kv import LAYOUT, MODEL, holds, keys_values
 from tests.client.processes import Worker
 from tests.support.daemon import Daemon

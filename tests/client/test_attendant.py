@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd_client.attendant import Attendant, attendant
+from kvd_client.memory.attendant import Attendant, attendant
 from tests.client.test_fork import in_child
 
 

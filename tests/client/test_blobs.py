@@ -20,8 +20,8 @@ from kvd.hashing import NamespaceDigest, pack_hashes
 from kvd.protocol.replies import Begun
 from kvd.protocol.requests import Begin, Forget
 from kvd.protocol.wire import unpack_block_ids
-from kvd_client import blob_core, verbs
-from kvd_client.verb import expect
+from kvd_client.core import blob_core, verbs
+from kvd_client.core.verb import expect
 from tests.client.processes import ROOT, environment
 from tests.support.daemon import Daemon, running_daemon
 from tests.support.redis_servers import running_server
@@ -290,7 +290,7 @@ def test_a_head_says_whose_it_is():
 
 WRITER = """
 import sys, kvd_client
-from kvd_client import blob_core
+from kvd_client.core import blob_core
 blobs = kvd_client.connect(sys.argv[1]).blobs({name!r}, block_nbytes={block})
 write = blob_core._write
 def half(link, cache, blocks, parts):

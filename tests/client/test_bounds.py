@@ -7,7 +7,7 @@ from msgspec import inspect
 
 from kvd.config.schema import Waits
 from kvd.protocol.requests import Begin, Status
-from kvd_client.verb import bound_s
+from kvd_client.core.verb import bound_s
 
 
 def greatest(field: str) -> float:

@@ -16,7 +16,7 @@ import torch
 import kvd_client
 import kvd_client.aio
 from kvd.errors import ClientClosed
-from kvd_client.attendant import attendant
+from kvd_client.memory.attendant import attendant
 from tests.client.homes import let_go
 from tests.client.kv import LAYOUT, MODEL, fill, keys_values
 from tests.fakecuda.machine import FakeMachine

@@ -11,9 +11,9 @@ import torch
 import kvd_client
 from kvd.errors import ClientClosed, CorruptBlock, OutOfMemory
 from kvd.protocol.requests import Release, Request
-from kvd_client import libc
-from kvd_client.address_range import AddressRange
-from kvd_client.mapped_storage import MappedStorage
+from kvd_client.memory import libc
+from kvd_client.memory.address_range import AddressRange
+from kvd_client.memory.mapped_storage import MappedStorage
 from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
@@ -68,7 +68,7 @@ def test_a_scattered_sequence_near_the_limit_of_mappings_is_copied_with_the_same
     script = """
 import os, sys
 import kvd_client
-from kvd_client import libc
+from kvd_client.memory import libc
 from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 tokens = [*range(500, 600)]

@@ -18,10 +18,11 @@ from kvd.cuda import Stream, address_of
 from kvd.errors import CudaUnavailable, DaemonRestarted, EngineUnsupported, OutOfBlocks
 from kvd.layout import KVLayout
 from kvd.protocol.requests import Release, Request
-from kvd_client import device_imports, device_storage, opened_cache
-from kvd_client.device_pieces import DirectPiece
-from kvd_client.device_segments import DevicePoolMemory
-from kvd_client.device_storage import DeviceStorage
+from kvd_client.memory import device_imports, device_storage
+from kvd_client.memory.device_pieces import DirectPiece
+from kvd_client.memory.device_segments import DevicePoolMemory
+from kvd_client.memory.device_storage import DeviceStorage
+from kvd_client.session import opened_cache
 from tests.client.homes import CARDS, fake_machine, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
 from tests.client.processes import Worker, run_python

@@ -11,9 +11,9 @@ import torch
 
 import kvd_client
 from kvd.errors import CudaDeviceLost, OutOfMemory
-from kvd_client import device_order, device_views
-from kvd_client.device_order import wait_for_device, wait_for_stream
-from kvd_client.device_views import DeviceViews, private_views
+from kvd_client.memory import device_order, device_views
+from kvd_client.memory.device_order import wait_for_device, wait_for_stream
+from kvd_client.memory.device_views import DeviceViews, private_views
 from tests.client.homes import fake_machine, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.support.daemon import running_daemon

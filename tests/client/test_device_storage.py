@@ -15,11 +15,11 @@ from kvd.block import BlockId
 from kvd.cuda import DeviceExport
 from kvd.errors import EngineUnsupported, OutOfMemory
 from kvd.layout import KVLayout
-from kvd_client import device_imports, device_pieces, device_storage
-from kvd_client.attendant import attendant
-from kvd_client.device_imports import ImportedSegment
-from kvd_client.device_segments import DevicePoolMemory, DeviceSegmentTable
-from kvd_client.device_storage import DeviceStorage
+from kvd_client.memory import device_imports, device_pieces, device_storage
+from kvd_client.memory.attendant import attendant
+from kvd_client.memory.device_imports import ImportedSegment
+from kvd_client.memory.device_segments import DevicePoolMemory, DeviceSegmentTable
+from kvd_client.memory.device_storage import DeviceStorage
 from tests.cuda.conftest import Start
 from tests.cuda.process import CudaProcess
 from tests.cuda.worker import EPOCH

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import kvd_client
-import kvd_client.fork
+import kvd_client.session.fork
 from kvd.errors import ForkedClient, KvdError
 from kvd.memory import HostSegment
-from kvd_client import libc
-from kvd_client.address_range import AddressRange
+from kvd_client.memory import libc
+from kvd_client.memory.address_range import AddressRange
 from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
@@ -218,9 +218,9 @@ def test_nobody_maps_while_the_process_forks(client: kvd_client.Client) -> None:
 
     assert client._runner.link.guard.acquire_for_fork()
     client._runner.link.guard.release_after_fork()
-    kvd_client.fork._before()
+    kvd_client.session.fork._before()
     assert not is_free()
-    kvd_client.fork._in_parent()
+    kvd_client.session.fork._in_parent()
     assert is_free()
     client._runner.link.guard.release_after_fork()
 

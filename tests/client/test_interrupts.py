@@ -19,8 +19,8 @@ import pytest
 
 import kvd_client
 from kvd.errors import ConnectionFailed, OutOfMemory
-from kvd_client.address_range import AddressRange
-from kvd_client.mapped_storage import MappedStorage
+from kvd_client.memory.address_range import AddressRange
+from kvd_client.memory.mapped_storage import MappedStorage
 from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.support.daemon import Daemon

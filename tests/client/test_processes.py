@@ -18,7 +18,7 @@ from kvd.hashing import chain_hashes, encode_tokens, pack_hashes
 from kvd.protocol.replies import Failed, Reply
 from kvd.protocol.requests import Release, Request, Retain, Seal
 from kvd.protocol.wire import pack_block_ids
-from kvd_client.blocking import Runner
+from kvd_client.transport.blocking import Runner
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import Worker
 from tests.support.daemon import Daemon

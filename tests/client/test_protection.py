@@ -11,7 +11,7 @@ import pytest
 import kvd_client
 from kvd.protocol.replies import Reply
 from kvd.protocol.requests import Request, Seal
-from kvd_client.channel import BlockingChannel
+from kvd_client.transport.channel import BlockingChannel
 from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
@@ -23,7 +23,7 @@ PROMPT = list(range(400, 500))
 WRITER = """
 import ctypes, sys
 import kvd_client
-from kvd_client import libc
+from kvd_client.memory import libc
 from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL, fill
 client = kvd_client.connect(sys.argv[1])
@@ -35,7 +35,7 @@ print("committed", flush=True)
 READER = """
 import ctypes, sys
 import kvd_client
-from kvd_client import libc
+from kvd_client.memory import libc
 from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL
 client = kvd_client.connect(sys.argv[1])
@@ -91,7 +91,7 @@ def test_a_stray_write_through_what_a_sequence_has_left_faults(daemon: Daemon, w
 import sys
 import kvd_client
 from kvd.errors import OutOfMemory
-from kvd_client.mapped_storage import MappedStorage
+from kvd_client.memory.mapped_storage import MappedStorage
 from tests.client.kv import LAYOUT, MODEL, fill
 def refuse(*_arguments, **_options):
     raise OutOfMemory("no more mappings")
@@ -135,7 +135,7 @@ import kvd_client
 from kvd.hashing import chain_hashes, encode_tokens, pack_hashes
 from kvd.protocol.requests import Begin
 from kvd.protocol.wire import unpack_block_ids
-from kvd_client import libc
+from kvd_client.memory import libc
 from tests.client.homes import host_only
 from tests.client.kv import LAYOUT, MODEL
 client = kvd_client.connect(sys.argv[1])

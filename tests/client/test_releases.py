@@ -9,7 +9,7 @@ import pytest
 import kvd_client
 from kvd.block import BlockId
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
-from kvd_client.releases import releases
+from kvd_client.session.releases import releases
 from tests.client.kv import LAYOUT, MODEL, fill
 from tests.support.daemon import running_daemon
 

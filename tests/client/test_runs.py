@@ -9,8 +9,8 @@ import pytest
 
 from kvd.block import BlockId
 from kvd.protocol.session import SegmentGranted
-from kvd_client.address_range import HUGE_PAGE_NBYTES, AddressRange
-from kvd_client.segments import PoolMemory, SegmentTable
+from kvd_client.memory.address_range import HUGE_PAGE_NBYTES, AddressRange
+from kvd_client.memory.segments import PoolMemory, SegmentTable
 
 PER_SEGMENT = 8
 BLOCK_NBYTES = 360 << 10

@@ -10,7 +10,7 @@ import pytest
 import kvd_client
 import kvd_client.aio
 from kvd.status import NamespaceStatus
-from kvd_client.sequence_core import MIN_PREFILL_TOKENS
+from kvd_client.core.sequence_core import MIN_PREFILL_TOKENS
 from tests.client.kv import LAYOUT, MODEL, fill, keys_values
 from tests.support.daemon import Daemon, running_daemon
 

@@ -16,10 +16,10 @@ import pytest
 import kvd_client
 from kvd.errors import DaemonRestarted, DaemonUnavailable, KvdError, PermissionRefused
 from kvd.protocol import session as wire
-from kvd_client import link as link_module
-from kvd_client import session_socket
-from kvd_client.attendant import attendant
-from kvd_client.session_socket import SessionSocket
+from kvd_client.memory.attendant import attendant
+from kvd_client.session import link as link_module
+from kvd_client.session import session_socket
+from kvd_client.session.session_socket import SessionSocket
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -91,7 +91,7 @@ def test_a_descriptor_is_closed_once_however_often_the_socket_is(
         else:
             closed.append(fd)
 
-    monkeypatch.setattr("kvd_client.session_socket.os.close", close_and_meet_another)
+    monkeypatch.setattr("kvd_client.session.session_socket.os.close", close_and_meet_another)
     greeted.client.close()
     assert len(closed) == 1
 

@@ -9,7 +9,7 @@ import pytest
 import kvd_client
 import kvd_client.aio
 from kvd.errors import InvalidRequest
-from kvd_client.tier_verbs import Reach
+from kvd_client.core.tier_verbs import Reach
 from tests.client.kv import LAYOUT, MODEL, fill
 from tests.support.daemon import Daemon, running_daemon
 from tests.support.redis_servers import running_server

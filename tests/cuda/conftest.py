@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvd.cuda import Context, Driver
-from kvd_client.device_imports import shared_driver
+from kvd_client.memory.device_imports import shared_driver
 from tests.cuda.process import CudaProcess
 from tests.fakecuda.machine import FakeMachine
 

@@ -14,8 +14,8 @@ from kvd.memory.device import choose_device
 from kvd.memory.device_copies import CopyEngine
 from kvd.memory.device_segment import DeviceSegment
 from kvd.memory.device_stock import DeviceStock
-from kvd_client import device_imports
-from kvd_client.device_imports import shared_driver
+from kvd_client.memory import device_imports
+from kvd_client.memory.device_imports import shared_driver
 from tests.cuda.conftest import Start
 from tests.cuda.process import CudaProcess
 from tests.fakecuda.machine import MIB, FakeMachine

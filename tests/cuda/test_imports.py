@@ -14,11 +14,11 @@ import torch
 
 from kvd.cuda import DeviceExport
 from kvd.errors import CudaError, CudaImportRefused, EngineUnsupported
-from kvd_client import device_imports
-from kvd_client.device_imports import ImportedSegment
-from kvd_client.device_segments import DeviceSegmentTable
-from kvd_client.device_views import DeviceArray, DeviceViews, device_views
-from kvd_client.tensors import Views
+from kvd_client.memory import device_imports
+from kvd_client.memory.device_imports import ImportedSegment
+from kvd_client.memory.device_segments import DeviceSegmentTable
+from kvd_client.memory.device_views import DeviceArray, DeviceViews, device_views
+from kvd_client.memory.tensors import Views
 from tests.cuda.conftest import Start
 from tests.cuda.process import CudaProcess
 from tests.cuda.worker import EPOCH

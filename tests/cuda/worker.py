@@ -12,8 +12,8 @@ import msgspec
 from kvd.cuda import Context, DeviceExport, Driver, address_of, pid_namespace
 from kvd.errors import KvdError
 from kvd.memory import device_segment
-from kvd_client import device_imports
-from kvd_client.device_segments import DeviceSegmentTable
+from kvd_client.memory import device_imports
+from kvd_client.memory.device_segments import DeviceSegmentTable
 
 EPOCH = 7
 _state: dict[str, Any] = {}

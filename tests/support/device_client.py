@@ -17,8 +17,8 @@ from kvd.layout import KVLayout
 from kvd.protocol.replies import CacheOpened
 from kvd.protocol.session import DeviceSegmentGranted, SegmentClosed, SegmentGranted, SegmentRevoked, encode
 from kvd.protocol.wire import unpack_block_ids
-from kvd_client import device_imports
-from kvd_client.device_segments import DeviceSegmentTable
+from kvd_client.memory import device_imports
+from kvd_client.memory.device_segments import DeviceSegmentTable
 from tests.support.raw_client import LAYOUT, RawClient, hashes
 
 

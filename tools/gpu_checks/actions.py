@@ -13,8 +13,8 @@ from typing import Any
 from kvd.cuda import Context, DeviceExport, address_of
 from kvd.errors import CudaError
 from kvd.memory.device_segment import DeviceSegment
-from kvd_client import device_imports
-from kvd_client.device_imports import ImportedSegment
+from kvd_client.memory import device_imports
+from kvd_client.memory.device_imports import ImportedSegment
 
 _opened: dict[bytes, ImportedSegment] = {}
 _owned: list[DeviceSegment] = []
@@ -137,7 +137,7 @@ def fork(device_uuid: str) -> tuple[str, str]:
 
 def tensor(export: DeviceExport, offset: int, nbytes: int) -> dict[str, Any]:
     """A torch view of a part of an attached segment: where it is, and what it holds."""
-    from kvd_client.device_views import device_views
+    from kvd_client.memory.device_views import device_views
 
     opened = _opened[export.handle]
     views = device_views(opened, offset, nbytes)
@@ -167,7 +167,7 @@ def compute(export: DeviceExport, offset: int, nbytes: int) -> bytes:
     """Adds one to bytes of an attached segment with a kernel of torch's, and waits for it."""
     import torch
 
-    from kvd_client.device_views import device_views
+    from kvd_client.memory.device_views import device_views
 
     views = device_views(_opened[export.handle], offset, nbytes)
     view = views.tensor("uint8")

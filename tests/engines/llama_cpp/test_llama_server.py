@@ -18,9 +18,9 @@ from kvd.hashing import NamespaceDigest, encode_tokens, pack_hashes
 from kvd.protocol.replies import Begun
 from kvd.protocol.requests import Begin
 from kvd.protocol.wire import unpack_block_ids
-from kvd_client import blob_core, verbs
+from kvd_client.core import blob_core, verbs
+from kvd_client.core.verb import expect
 from kvd_client.engines.llama_cpp.snapshots import STEP_TOKENS, Snapshots, _keys
-from kvd_client.verb import expect
 from tests.engines.llama_cpp.servers import PlainServer, Server, SharingServer, model_path
 from tests.support.daemon import running_daemon
 from tests.support.wait import eventually

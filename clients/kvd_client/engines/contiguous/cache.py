@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Self, cast
 from kvd.errors import ClientClosed, InvalidRequest, SequenceTooLong
 from kvd.layout import KVLayout
 from kvd_client.client import Client
+from kvd_client.core.verb import Tokens
 from kvd_client.engines.contiguous.arrangement import arrangement
 from kvd_client.engines.contiguous.usage import MemoryUsage
+from kvd_client.memory.tensors import import_torch
 from kvd_client.sequence import Sequence
-from kvd_client.tensors import import_torch
-from kvd_client.verb import Tokens
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from typing import Final, cast
 from kvd.block import ChainHash
 from kvd.errors import CorruptBlock
 from kvd.hashing import TOKEN_NBYTES, chain_hashes
-from kvd_client.blob_core import Buffer
 from kvd_client.blobs import Blobs
+from kvd_client.core.blob_core import Buffer
 
 STEP_TOKENS: Final = 32
 MAX_TRIES: Final = 8

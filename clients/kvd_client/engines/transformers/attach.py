@@ -10,13 +10,13 @@ import torch
 from kvd.errors import EngineUnsupported, InvalidRequest
 from kvd.hashing import Namespace
 from kvd_client.client import Client
+from kvd_client.core.verb import Tokens
 from kvd_client.engines.transformers.cache import KvdCache
 from kvd_client.engines.transformers.guard import GuardedModel
 from kvd_client.engines.transformers.identity import model_identity
 from kvd_client.engines.transformers.step_checks import check_mask, padding_of
 from kvd_client.engines.transformers.support import layout_of, require_eval, unwrap
 from kvd_client.sequence import Sequence
-from kvd_client.verb import Tokens
 
 
 def namespace(model: Any, *, block_tokens: int | None = None, salt: str = "") -> Namespace:

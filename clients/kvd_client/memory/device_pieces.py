@@ -6,12 +6,12 @@ import functools
 from typing import TYPE_CHECKING
 
 from kvd.layout import KVLayout
-from kvd_client import device_imports
-from kvd_client.attendant import attendant
-from kvd_client.device_imports import ImportedSegment
-from kvd_client.device_segments import DeviceRun
-from kvd_client.device_views import DeviceViews, device_views, private_views
-from kvd_client.tensors import Views
+from kvd_client.memory import device_imports
+from kvd_client.memory.attendant import attendant
+from kvd_client.memory.device_imports import ImportedSegment
+from kvd_client.memory.device_segments import DeviceRun
+from kvd_client.memory.device_views import DeviceViews, device_views, private_views
+from kvd_client.memory.tensors import Views
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,10 @@ from kvd.block import HASH_NBYTES
 from kvd.protocol.replies import Begun, Reply, Reserved
 from kvd.protocol.requests import Begin, Request, Reserve, Retain
 from kvd.protocol.wire import BLOCK_ID_NBYTES
-from kvd_client.releases import releases
+from kvd_client.session.releases import releases
 
 if TYPE_CHECKING:
-    from kvd_client.link import Link
+    from kvd_client.session.link import Link
 
 
 class Landing:

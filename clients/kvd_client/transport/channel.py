@@ -19,9 +19,9 @@ from kvd.errors import ConnectionFailed, RequestTimeout
 from kvd.protocol import wire
 from kvd.protocol.replies import Reply
 from kvd.protocol.requests import Request
-from kvd_client import dealer
-from kvd_client.link import Link
-from kvd_client.verb import leaves_unknown_state
+from kvd_client.core.verb import leaves_unknown_state
+from kvd_client.session.link import Link
+from kvd_client.transport import dealer
 
 
 class _Waiter:

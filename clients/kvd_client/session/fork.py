@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 
-from kvd_client.link import Link
+from kvd_client.session.link import Link
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
 _guarded: list[Link] = []

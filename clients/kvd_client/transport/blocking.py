@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvd.errors import ClientClosed, DaemonRestarted, KvdError
-from kvd_client import fork, verbs
-from kvd_client.channel import BlockingChannel
-from kvd_client.link import Link
+from kvd_client.core import verbs
+from kvd_client.core.verb import Verb, bound_s, feed
 from kvd_client.options import Options
-from kvd_client.verb import Verb, bound_s, feed
+from kvd_client.session import fork
+from kvd_client.session.link import Link
+from kvd_client.transport.channel import BlockingChannel
 
 T = TypeVar("T")
 

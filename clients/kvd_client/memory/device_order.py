@@ -9,9 +9,9 @@ import logging
 from typing import Protocol
 
 from kvd.errors import CudaDeviceLost, CudaError
-from kvd_client.device_imports import ImportedSegment
-from kvd_client.device_views import find_torch_device
-from kvd_client.tensors import import_torch
+from kvd_client.memory.device_imports import ImportedSegment
+from kvd_client.memory.device_views import find_torch_device
+from kvd_client.memory.tensors import import_torch
 
 _log = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from kvd.protocol.requests import Begin, Check, Match, OpenCache, Release, Reser
 from kvd.protocol.wire import unpack_block_ids
 from kvd.status import Snapshot
 from kvd_client.arguments import MAX_TOKENS, seconds, whole_number
-from kvd_client.landing import Landing
-from kvd_client.link import Link
-from kvd_client.named_tokens import NamedTokens
-from kvd_client.opened_cache import CacheSpec, OpenedCache, tell_staged, why_not_mapped
+from kvd_client.core.named_tokens import NamedTokens
+from kvd_client.core.sequence_core import SequenceCore
+from kvd_client.core.sequence_state import SequenceOptions
+from kvd_client.core.verb import Verb, expect
 from kvd_client.options import DEFAULT_GROWTH_TOKENS
-from kvd_client.sequence_core import SequenceCore
-from kvd_client.sequence_state import SequenceOptions
-from kvd_client.verb import Verb, expect
+from kvd_client.session.landing import Landing
+from kvd_client.session.link import Link
+from kvd_client.session.opened_cache import CacheSpec, OpenedCache, tell_staged, why_not_mapped
 
 
 @dataclass(frozen=True, slots=True)

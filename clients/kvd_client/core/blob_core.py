@@ -16,16 +16,16 @@ from kvd.hashing import Namespace, pack_hashes
 from kvd.protocol.replies import Begun, Forgotten, FoundLast, Matched, Reserved, Sealed
 from kvd.protocol.requests import Begin, FindLast, Forget, Match, Reserve, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
-from kvd_client import verbs
-from kvd_client.address_range import HUGE_PAGE_NBYTES
 from kvd_client.arguments import seconds
-from kvd_client.landing import Landing
-from kvd_client.link import Holdings, Link
-from kvd_client.mapped_storage import MappedStorage, has_room_for
-from kvd_client.opened_cache import CacheSpec, OpenedCache
-from kvd_client.releases import releases
-from kvd_client.segments import PoolMemory
-from kvd_client.verb import Verb, expect
+from kvd_client.core import verbs
+from kvd_client.core.verb import Verb, expect
+from kvd_client.memory.address_range import HUGE_PAGE_NBYTES
+from kvd_client.memory.mapped_storage import MappedStorage, has_room_for
+from kvd_client.memory.segments import PoolMemory
+from kvd_client.session.landing import Landing
+from kvd_client.session.link import Holdings, Link
+from kvd_client.session.opened_cache import CacheSpec, OpenedCache
+from kvd_client.session.releases import releases
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 _MAX_WRITE_NBYTES = 1 << 30

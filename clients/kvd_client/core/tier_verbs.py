@@ -10,10 +10,10 @@ from kvd.hashing import chain_hashes, pack_hashes
 from kvd.protocol import replies
 from kvd.protocol.replies import Done, Flushed, Matched, Resized, Spilling
 from kvd.protocol.requests import Flush, Match, Pin, Prefetch, Resize, Spill, Unpin
-from kvd_client import verbs
-from kvd_client.link import Link
-from kvd_client.opened_cache import CacheSpec
-from kvd_client.verb import Verb, expect
+from kvd_client.core import verbs
+from kvd_client.core.verb import Verb, expect
+from kvd_client.session.link import Link
+from kvd_client.session.opened_cache import CacheSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from kvd.block import BlockId
 from kvd.cuda import DeviceExport, Driver
 from kvd.errors import CudaDeviceLost, StateError
-from kvd_client import device_imports
-from kvd_client.block_runs import split_runs
-from kvd_client.device_imports import ImportedSegment, shared_driver
+from kvd_client.memory import device_imports
+from kvd_client.memory.block_runs import split_runs
+from kvd_client.memory.device_imports import ImportedSegment, shared_driver
 
 
 class DeviceSegmentTable:

@@ -14,19 +14,19 @@ from kvd.protocol.replies import Reserved, Sealed
 from kvd.protocol.requests import Reserve, Retain, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd_client.arguments import MAX_TOKENS, whole_number
-from kvd_client.attendant import attendant
-from kvd_client.checksum import pack_checksums
-from kvd_client.device_order import Stream
-from kvd_client.device_segments import DevicePoolMemory
-from kvd_client.landing import Landing
-from kvd_client.laying_out import attach_reserved, lay_out
-from kvd_client.link import Holdings, Link
-from kvd_client.named_tokens import NamedTokens
-from kvd_client.opened_cache import OpenedCache
-from kvd_client.releases import releases
-from kvd_client.sequence_state import SequenceOptions, SequenceState
-from kvd_client.storage import Storage
-from kvd_client.verb import Tokens, Verb, expect
+from kvd_client.core.named_tokens import NamedTokens
+from kvd_client.core.sequence_state import SequenceOptions, SequenceState
+from kvd_client.core.verb import Tokens, Verb, expect
+from kvd_client.memory.attendant import attendant
+from kvd_client.memory.checksum import pack_checksums
+from kvd_client.memory.device_order import Stream
+from kvd_client.memory.device_segments import DevicePoolMemory
+from kvd_client.memory.laying_out import attach_reserved, lay_out
+from kvd_client.memory.storage import Storage
+from kvd_client.session.landing import Landing
+from kvd_client.session.link import Holdings, Link
+from kvd_client.session.opened_cache import OpenedCache
+from kvd_client.session.releases import releases
 
 MIN_PREFILL_TOKENS = 64
 """A step of fewer is bounded by other things than a prefill, and would make its rate look worse than it is."""

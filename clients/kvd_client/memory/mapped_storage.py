@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from kvd.block import BlockId
 from kvd.errors import KvdError
 from kvd.layout import KVLayout
-from kvd_client.address_range import AddressRange
-from kvd_client.device_order import Stream
-from kvd_client.segments import PoolMemory
-from kvd_client.storage import Storage
-from kvd_client.tensors import Views
+from kvd_client.memory.address_range import AddressRange
+from kvd_client.memory.device_order import Stream
+from kvd_client.memory.segments import PoolMemory
+from kvd_client.memory.storage import Storage
+from kvd_client.memory.tensors import Views
 
 if TYPE_CHECKING:
     import torch

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvd.block import ChainHash, NamespaceDigest
 from kvd.errors import InvalidTokens
 from kvd.hashing import TOKEN_NBYTES, chain_hashes, encode_tokens
-from kvd_client.verb import Tokens
+from kvd_client.core.verb import Tokens
 
 
 class NamedTokens:

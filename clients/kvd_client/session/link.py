@@ -34,19 +34,19 @@ from kvd.protocol.replies import CacheOpened
 from kvd.protocol.requests import Request
 from kvd.protocol.session import DeviceSegmentGranted, Goodbye, SegmentClosed, SegmentGranted, SegmentRevoked
 from kvd.protocol.wire import pack_block_ids
-from kvd_client.attendant import attendant
-from kvd_client.device_imports import ImportedSegment
-from kvd_client.device_segments import DevicePoolMemory, DeviceSegmentTable
-from kvd_client.lifetimes import Guard
-from kvd_client.opened_cache import CacheSpec, OpenedCache
+from kvd_client.memory.attendant import attendant
+from kvd_client.memory.device_imports import ImportedSegment
+from kvd_client.memory.device_segments import DevicePoolMemory, DeviceSegmentTable
+from kvd_client.memory.lifetimes import Guard
+from kvd_client.memory.segments import PoolMemory, SegmentTable
+from kvd_client.memory.storage import Storage
 from kvd_client.options import Options
-from kvd_client.releases import releases
-from kvd_client.segments import PoolMemory, SegmentTable
-from kvd_client.session_socket import Arrival, SessionSocket
-from kvd_client.storage import Storage
+from kvd_client.session.opened_cache import CacheSpec, OpenedCache
+from kvd_client.session.releases import releases
+from kvd_client.session.session_socket import Arrival, SessionSocket
 
 if TYPE_CHECKING:
-    from kvd_client.landing import Landing
+    from kvd_client.session.landing import Landing
 
 _GRANT_BOUND_S = 5.0
 _LOOK_AGAIN_S = 0.02
@@ -353,7 +353,7 @@ class Link:
     def forget_in_child(self) -> None:
         """In a forked child: drops descriptors, so that the parent's session is the parent's alone.
 
-        See `kvd_client.fork`.
+        See `kvd_client.session.fork`.
         """
         self._forked = True
         forked = ForkedClient("this process is a fork of the one that connected: connect again in the child")

@@ -10,11 +10,11 @@ from kvd.block import HOST
 from kvd.errors import EngineUnsupported
 from kvd.hashing import Namespace
 from kvd.protocol.replies import CacheOpened
-from kvd_client import device_imports
-from kvd_client.device_segments import DevicePoolMemory
-from kvd_client.device_views import find_torch_device, unseen
-from kvd_client.segments import PoolMemory
-from kvd_client.tensors import import_torch
+from kvd_client.memory import device_imports
+from kvd_client.memory.device_segments import DevicePoolMemory
+from kvd_client.memory.device_views import find_torch_device, unseen
+from kvd_client.memory.segments import PoolMemory
+from kvd_client.memory.tensors import import_torch
 
 Mode = Literal["mapped", "staged"]
 _log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvd.errors import CudaImportRefused, EngineUnsupported, OutOfMemory
-from kvd_client.device_imports import ImportedSegment
-from kvd_client.tensors import Views, import_torch
+from kvd_client.memory.device_imports import ImportedSegment
+from kvd_client.memory.tensors import Views, import_torch
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class DeviceArray:
 
 
 class DeviceViews:
-    """Makes tensors over `nbytes` at a device address and knows whether any is alive; as `kvd_client.tensors.Views`."""
+    """Makes tensors over `nbytes` at a device address and knows whether any is alive; as `tensors.Views`."""
 
     def __init__(self, address: int, nbytes: int, torch_device: str, owner: object = None) -> None:
         """`owner`: see `DeviceArray`."""

@@ -7,12 +7,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from kvd.errors import ClientClosed, DaemonRestarted, KvdError
-from kvd_client import fork, verbs
-from kvd_client.aio_channel import AsyncChannel
-from kvd_client.link import Link
+from kvd_client.core import verbs
+from kvd_client.core.sequence_core import SequenceCore
+from kvd_client.core.verb import Verb, bound_s, feed
 from kvd_client.options import Options
-from kvd_client.sequence_core import SequenceCore
-from kvd_client.verb import Verb, bound_s, feed
+from kvd_client.session import fork
+from kvd_client.session.link import Link
+from kvd_client.transport.aio_channel import AsyncChannel
 
 T = TypeVar("T")
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from kvd.block import BlockId
 from kvd.errors import OutOfMemory
 from kvd.layout import KVLayout
-from kvd_client.address_range import HUGE_PAGE_NBYTES
-from kvd_client.device_segments import DevicePoolMemory
-from kvd_client.device_storage import DeviceStorage
-from kvd_client.mapped_storage import MappedStorage, RangeStorage, has_room_for
-from kvd_client.private_storage import PackedStorage, PrivateStorage
-from kvd_client.segments import PoolMemory
-from kvd_client.storage import Storage
+from kvd_client.memory.address_range import HUGE_PAGE_NBYTES
+from kvd_client.memory.device_segments import DevicePoolMemory
+from kvd_client.memory.device_storage import DeviceStorage
+from kvd_client.memory.mapped_storage import MappedStorage, RangeStorage, has_room_for
+from kvd_client.memory.private_storage import PackedStorage, PrivateStorage
+from kvd_client.memory.segments import PoolMemory
+from kvd_client.memory.storage import Storage
 
 
 def lay_out(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from kvd.block import BlockId
 from kvd.errors import StateError
 from kvd.layout import KVLayout
-from kvd_client.mapped_storage import RangeStorage
-from kvd_client.segments import PoolMemory
-from kvd_client.storage import Storage
-from kvd_client.tensors import import_torch
+from kvd_client.memory.mapped_storage import RangeStorage
+from kvd_client.memory.segments import PoolMemory
+from kvd_client.memory.storage import Storage
+from kvd_client.memory.tensors import import_torch
 
 if TYPE_CHECKING:
     import torch

@@ -14,13 +14,13 @@ from kvd.block import BlockId
 from kvd.errors import ClientClosed, ForkedClient, InvalidRequest, InvalidTokens, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, encode_tokens
 from kvd_client.arguments import whole_number
-from kvd_client.checksum import first_corrupt
-from kvd_client.link import Link
-from kvd_client.named_tokens import NamedTokens
-from kvd_client.opened_cache import OpenedCache
-from kvd_client.storage import Storage
-from kvd_client.tensors import import_torch
-from kvd_client.verb import Tokens
+from kvd_client.core.named_tokens import NamedTokens
+from kvd_client.core.verb import Tokens
+from kvd_client.memory.checksum import first_corrupt
+from kvd_client.memory.storage import Storage
+from kvd_client.memory.tensors import import_torch
+from kvd_client.session.link import Link
+from kvd_client.session.opened_cache import OpenedCache
 
 if TYPE_CHECKING:
     import torch

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING
 from kvd.block import BlockId
 from kvd.errors import EngineUnsupported, StateError
 from kvd.layout import KVLayout
-from kvd_client import device_imports
-from kvd_client.attendant import attendant
-from kvd_client.block_runs import split_runs
-from kvd_client.device_imports import ImportedSegment
-from kvd_client.device_order import Stream, wait_for_device, wait_for_stream
-from kvd_client.device_pieces import DirectPiece, Piece, PrivatePiece
-from kvd_client.device_segments import DevicePoolMemory, DeviceRun
-from kvd_client.device_views import find_torch_device
-from kvd_client.storage import Storage
-from kvd_client.tensors import import_torch
+from kvd_client.memory import device_imports
+from kvd_client.memory.attendant import attendant
+from kvd_client.memory.block_runs import split_runs
+from kvd_client.memory.device_imports import ImportedSegment
+from kvd_client.memory.device_order import Stream, wait_for_device, wait_for_stream
+from kvd_client.memory.device_pieces import DirectPiece, Piece, PrivatePiece
+from kvd_client.memory.device_segments import DevicePoolMemory, DeviceRun
+from kvd_client.memory.device_views import find_torch_device
+from kvd_client.memory.storage import Storage
+from kvd_client.memory.tensors import import_torch
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvd.block import BlockId
 from kvd.layout import KVLayout
-from kvd_client.device_order import Stream
+from kvd_client.memory.device_order import Stream
 
 if TYPE_CHECKING:
     import torch

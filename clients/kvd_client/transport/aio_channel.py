@@ -15,8 +15,8 @@ from kvd.errors import ConnectionFailed, KvdError, RequestTimeout
 from kvd.protocol import wire
 from kvd.protocol.replies import Reply
 from kvd.protocol.requests import Request
-from kvd_client import dealer
-from kvd_client.link import Link
+from kvd_client.session.link import Link
+from kvd_client.transport import dealer
 
 
 class AsyncChannel:

@@ -11,7 +11,7 @@ import ctypes
 import os
 
 from kvd.errors import ClientClosed, KvdError
-from kvd_client import libc
+from kvd_client.memory import libc
 
 HUGE_PAGE_NBYTES = 2 << 20
 _FAULT_AROUND_NBYTES = 64 << 10

@@ -7,7 +7,7 @@ from typing import Any
 import zmq
 
 from kvd.protocol.session import REQUEST_SOCKET
-from kvd_client.link import Link
+from kvd_client.session.link import Link
 
 
 def connect(dealer: zmq.Socket[Any], link: Link) -> None:

@@ -9,7 +9,7 @@ from operator import itemgetter
 
 from kvd.block import BlockId
 from kvd.protocol.session import SegmentGranted, SegmentRevoked
-from kvd_client.block_runs import split_runs
+from kvd_client.memory.block_runs import split_runs
 
 
 class SegmentTable:

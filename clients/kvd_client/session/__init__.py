@@ -1,0 +1,1 @@
+"""One session with one daemon: its socket, what it was granted, and how it ends."""
