@@ -11,17 +11,14 @@ from typing import Any
 
 from kvd.block import SessionId
 from kvd.errors import DaemonRestarted, KvdError, PermissionRefused, StateError
-from kvd.hashing import unpack_hashes
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import Done, Failed, Reply, Sealed, StatusReply
-from kvd.protocol.wire import MAX_IDS_PER_RELEASE, pack_block_ids
+from kvd.protocol.replies import Done, Failed, Reply, StatusReply
 from kvd.service import status
-from kvd.service.attempts import Attempt, BeginAttempt, ReserveAttempt, RetainAttempt
+from kvd.service.attempts import Attempt
 from kvd.service.below import Below
 from kvd.service.blob_verbs import BlobVerbs
-from kvd.service.checks import check_begin, check_num_blocks, check_wait_s, unpack_checksums, unpack_ids
 from kvd.service.homes import Home, Homes
 from kvd.service.identity import Identity
 from kvd.service.idle import IdleRelease
@@ -35,6 +32,7 @@ from kvd.service.progress import Progress
 from kvd.service.resizing import Resizing
 from kvd.service.savings import Savings
 from kvd.service.segments import SegmentTable
+from kvd.service.sequence_verbs import SequenceVerbs
 from kvd.service.sessions import Session
 from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
@@ -166,14 +164,25 @@ class Service:
             max_caches=self.settings.max_caches_per_session,
             epoch=epoch,
         )
+        sequences = SequenceVerbs(
+            progress=self._progress,
+            below=self.below,
+            pins=self.pins,
+            savings=self.savings,
+            homes=self.homes,
+            table=self._table,
+            settings=lambda: self.settings,
+            epoch=epoch,
+            clock=clock,
+        )
         # Each returns its reply, or None when that comes later or never.
         self._verbs: dict[type[requests.Request], Callable[[Session, Any], Reply | None]] = {
             requests.OpenCache: opening.open_cache,
-            requests.Begin: self._begin,
-            requests.Reserve: self._reserve,
-            requests.Seal: self._seal,
-            requests.Retain: self._retain,
-            requests.Release: self._release,
+            requests.Begin: sequences.begin,
+            requests.Reserve: sequences.reserve,
+            requests.Seal: sequences.seal,
+            requests.Retain: sequences.retain,
+            requests.Release: sequences.release,
             requests.Match: tiers.match,
             requests.Prefetch: tiers.prefetch,
             requests.FindLast: blobs.find_last,
@@ -356,67 +365,6 @@ class Service:
         if self.below is not None:
             self.below.close()
         self._table.close()
-
-    def _begin(self, session: Session, request: requests.Begin) -> None:
-        cache = session.cache(request.cache)
-        hashes = unpack_hashes(request.hashes)
-        check_begin(
-            num_hashes=len(hashes),
-            max_cached=request.max_cached,
-            num_blocks=request.num_blocks,
-            whole=request.whole,
-        )
-        wait_s = self.settings.default_wait_s if request.wait_s is None else check_wait_s(request.wait_s)
-        wait_s = min(wait_s, self.settings.max_wait_s)
-        attempt = BeginAttempt(
-            session,
-            cache,
-            request,
-            hashes,
-            wait_until_s=self.clock() + wait_s if wait_s > 0 else None,
-            keeps_waiting_for_blocks=request.wait_s is not None,
-            ask_below=self.below is not None,
-        )
-        self._progress.advance(attempt)
-
-    def _reserve(self, session: Session, request: requests.Reserve) -> None:
-        check_num_blocks(request.num_blocks)
-        self._progress.advance(ReserveAttempt(session, session.cache(request.cache), request))
-
-    def _retain(self, session: Session, request: requests.Retain) -> None:
-        check_num_blocks(request.num_blocks, at_least=0)
-        blocks = unpack_ids(request.blocks)
-        self._progress.advance(RetainAttempt(session, session.cache(request.cache), request, blocks))
-
-    def _seal(self, session: Session, request: requests.Seal) -> Reply:
-        cache = session.cache(request.cache)
-        self.homes.of(cache.pool).check()
-        blocks = unpack_ids(request.blocks)
-        hashes = unpack_hashes(request.hashes)
-        checksums = unpack_checksums(request.checksums, len(blocks))
-        self.savings.check(session, request.computed_tokens, request.computed_s, self.clock())
-        sealed = cache.pool.seal(
-            session.id, cache.namespace, blocks, hashes, checksums if self.settings.checksums else None
-        )
-        self.savings.computed(cache, request.computed_tokens, request.computed_s)
-        if sealed:
-            self._table.grant(session, cache.pool, readable=sealed)
-        if self.below is not None:
-            self.below.sealed(cache.pool, cache.digest, hashes)
-        self.pins.look()
-        return Sealed(request.request_id, self.epoch, pack_block_ids(sealed))
-
-    def _release(self, session: Session, request: requests.Release) -> Reply | None:
-        cache = session.cache(request.cache)
-        cache.pool.release(
-            session.id,
-            blocks=unpack_ids(request.blocks, MAX_IDS_PER_RELEASE),
-            reserved=unpack_ids(request.reserved, MAX_IDS_PER_RELEASE),
-            hashes=unpack_hashes(request.hashes),
-        )
-        self._progress.blocks_came_back = True
-        self._blocks_moved(cache.pool)
-        return Done(request.request_id, self.epoch) if request.ack else None
 
     def _status(self, session: Session, request: requests.Status) -> Reply:
         viewer = session if self.settings.is_walled(session.identity) else None
