@@ -20,7 +20,7 @@ then takes effect, or raises with nothing changed (evictions that made room for 
     pools.num_namespaces; pools.forget_namespaces(in_use) -> those that nobody needs any more
     pools.usage() -> BudgetUsage; pools.pool_statuses(); pools.namespace_statuses(); pools.check_integrity()
 
-`Pool` is all segments of one tenant, block size and name; `namespace` is what `Pool.namespace(digest, …)` returned:
+`Pool` is all segments of one tenant, block size and name; `namespace` is what `Pool.namespace(digest, words)` returned:
 
     pool.pool_id, pool.tenant, pool.block_nbytes, pool.name, pool.blocks_per_segment
     pool.add_segment() -> SegmentId                                   OutOfBlocks when the budget has no room any more
@@ -44,7 +44,7 @@ Raises `OutOfBlocks`, `QuotaExceeded`, `OutOfMemory` (growth failed and the pool
 
 from __future__ import annotations
 
-from kvd.pool.namespaces import NamespaceCounters
+from kvd.pool.namespaces import NamespaceCounters, NamespaceWords
 from kvd.pool.outcomes import (
     AskBelow,
     Begun,
@@ -71,6 +71,7 @@ __all__ = [
     "HeldBlock",
     "LeaseFigures",
     "NamespaceCounters",
+    "NamespaceWords",
     "Pool",
     "Pools",
     "Shrink",

@@ -1,9 +1,26 @@
-"""The counters of one namespace, and the few words that `kvd status` shows beside them."""
+"""The namespaces of one pool: the counters of each, and the few words that `kvd status` shows beside them."""
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass
+
 from kvd.block import NamespaceDigest
 from kvd.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceWords:
+    """What its opener said of it, to be shown; the digest alone decides."""
+
+    model: str = ""
+    engine: str = ""
+    adapter: str = ""
+    has_salt: bool = False
+    block_tokens: int = 0
+    """0 where a block's bytes are no tokens."""
+    positional: str = ""
+    layout: KVLayout | None = None
 
 
 class NamespaceCounters:
@@ -13,29 +30,23 @@ class NamespaceCounters:
     """
 
     __slots__ = (
-        "adapter",
         "asked_below",
-        "block_tokens",
         "computed_s",
         "computed_tokens",
         "digest",
         "dropped_unspilled",
         "duplicate_seals",
-        "engine",
         "evictions",
         "fills",
         "flushed",
         "found_below",
-        "has_salt",
         "hits",
-        "layout",
         "lookups",
         "misses",
-        "model",
         "num_sealed",
-        "positional",
         "seals",
         "spills",
+        "words",
     )
 
     COUNTERS = (
@@ -53,26 +64,9 @@ class NamespaceCounters:
         "found_below",
     )
 
-    def __init__(
-        self,
-        digest: NamespaceDigest,
-        *,
-        model: str = "",
-        engine: str = "",
-        adapter: str = "",
-        has_salt: bool = False,
-        block_tokens: int = 0,
-        positional: str = "",
-        layout: KVLayout | None = None,
-    ) -> None:
+    def __init__(self, digest: NamespaceDigest, words: NamespaceWords) -> None:
         self.digest = digest
-        self.model = model
-        self.engine = engine
-        self.adapter = adapter
-        self.has_salt = has_salt
-        self.block_tokens = block_tokens
-        self.positional = positional
-        self.layout = layout
+        self.words = words
         self.computed_tokens = 0
         """Tokens whose computation clients reported, see `kvd.service.savings`."""
         self.computed_s = 0.0
@@ -101,3 +95,34 @@ class NamespaceCounters:
     def as_dict(self) -> dict[str, int]:
         """Counter name -> value."""
         return {name: getattr(self, name) for name in self.COUNTERS}
+
+
+class Namespaces(dict[NamespaceDigest, NamespaceCounters]):
+    """Those of one pool, by digest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts_of_forgotten = dict.fromkeys(NamespaceCounters.COUNTERS, 0)
+
+    def obtain(self, digest: NamespaceDigest, words: NamespaceWords) -> NamespaceCounters:
+        """The counters of one, made at its first use; the words are kept from then on."""
+        found = self.get(digest)
+        if found is None:
+            found = self[digest] = NamespaceCounters(digest, words)
+        return found
+
+    def forget(self, in_use: Container[NamespaceDigest]) -> list[NamespaceDigest]:
+        """Drops those that have no block and are not `in_use`; what they counted stays in the totals."""
+        idle = [digest for digest, one in self.items() if not one.num_sealed and digest not in in_use]
+        for digest in idle:
+            for name, value in self.pop(digest).as_dict().items():
+                self._counts_of_forgotten[name] += value
+        return idle
+
+    def totals(self) -> dict[str, int]:
+        """The counters of all there ever were, summed."""
+        totals = self._counts_of_forgotten.copy()
+        for namespace in self.values():
+            for name, value in namespace.as_dict().items():
+                totals[name] += value
+        return totals

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from kvd.block import BlockId, BlockState, ChainHash, NamespaceDigest, SegmentId, SessionId
 from kvd.errors import InvalidRequest, OutOfBlocks, OutOfMemory, StateError
-from kvd.layout import KVLayout
 from kvd.pool.announcements import Announcements
 from kvd.pool.blocks import Block
 from kvd.pool.budget import Budget
 from kvd.pool.exchange import Exchange
 from kvd.pool.leases import Lease
-from kvd.pool.namespaces import NamespaceCounters
+from kvd.pool.namespaces import NamespaceCounters, Namespaces, NamespaceWords
 from kvd.pool.outcomes import AskBelow, Begun, Grow, WaitFor
 from kvd.pool.quotas import Session
 from kvd.pool.sessions import Sessions
 from kvd.pool.store import IDS_USED_UP, BlockStore
 from kvd.pool.transfers import Transfers
+
+_NO_WORDS = NamespaceWords()
 
 
 class Pool(Exchange):
@@ -56,51 +57,19 @@ class Pool(Exchange):
         self.sessions = sessions
         self.announcements = Announcements(store.pool_id, woken)
         self.transfers = Transfers(store, self.announcements)
-        self.namespaces: dict[NamespaceDigest, NamespaceCounters] = {}
-        self._counts_of_forgotten = dict.fromkeys(NamespaceCounters.COUNTERS, 0)
+        self.namespaces = Namespaces()
         self.num_allocations = 0
         self.num_out_of_blocks = 0
 
-    def namespace(
-        self,
-        digest: NamespaceDigest,
-        *,
-        model: str = "",
-        engine: str = "",
-        adapter: str = "",
-        has_salt: bool = False,
-        block_tokens: int = 0,
-        positional: str = "",
-        layout: KVLayout | None = None,
-    ) -> NamespaceCounters:
+    def namespace(self, digest: NamespaceDigest, words: NamespaceWords = _NO_WORDS) -> NamespaceCounters:
         """The counters of one namespace, made at its first use; the words are kept from then on."""
-        found = self.namespaces.get(digest)
-        if found is None:
-            found = self.namespaces[digest] = NamespaceCounters(
-                digest,
-                model=model,
-                engine=engine,
-                adapter=adapter,
-                has_salt=has_salt,
-                block_tokens=block_tokens,
-                positional=positional,
-                layout=layout,
-            )
-        return found
+        return self.namespaces.obtain(digest, words)
 
-    def forget_namespaces(self, in_use: Container[NamespaceDigest]) -> list[NamespaceDigest]:
+    def forget_namespaces(self, in_use: Collection[NamespaceDigest]) -> list[NamespaceDigest]:
         """Drops those that have no block, no copy under way, and are not `in_use`; their counts stay in the pool's."""
         copied = {block.namespace for block in self.transfers.fills.values()}
         copied |= {namespace for _, namespace in self.transfers.spills.values()}
-        idle = [
-            digest
-            for digest, namespace in self.namespaces.items()
-            if not namespace.num_sealed and digest not in in_use and namespace not in copied
-        ]
-        for digest in idle:
-            for name, value in self.namespaces.pop(digest).as_dict().items():
-                self._counts_of_forgotten[name] += value
-        return idle
+        return self.namespaces.forget({*in_use, *(one.digest for one in copied if one is not None)})
 
     def add_segment(self) -> SegmentId:
         """Memory for one more segment is there: its blocks become FREE.
@@ -324,11 +293,7 @@ class Pool(Exchange):
 
     def counters(self) -> dict[str, int]:
         """The pool's own counters, and those of its namespaces summed."""
-        totals = self._counts_of_forgotten.copy()
-        for namespace in self.namespaces.values():
-            for name, value in namespace.as_dict().items():
-                totals[name] += value
-        return totals | {
+        return self.namespaces.totals() | {
             "allocations": self.num_allocations,
             "out_of_blocks": self.num_out_of_blocks,
             "failed_fills": self.transfers.failed_fills,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container
+from collections.abc import Collection
 
 from kvd.block import HOST, PAGE_NBYTES, ChainHash, NamespaceDigest, SessionId
 from kvd.errors import InvalidLayout, InvalidRequest, StateError
@@ -237,7 +237,7 @@ class Pools:
         """Over the pools of one tenant; of all with an empty name."""
         return sum(len(pool.namespaces) for pool in self._pools if tenant in {"", pool.tenant})
 
-    def forget_namespaces(self, in_use: Container[NamespaceDigest]) -> list[NamespaceDigest]:
+    def forget_namespaces(self, in_use: Collection[NamespaceDigest]) -> list[NamespaceDigest]:
         """Those that no pool knows any more: nobody uses them and no block is of them. O(namespaces)."""
         forgotten = {digest for pool in self._pools for digest in pool.forget_namespaces(in_use)}
         return list(forgotten.difference(*(pool.namespaces for pool in self._pools)))
@@ -270,18 +270,18 @@ class Pools:
 
 
 def _namespace_status(pool: Pool, namespace: NamespaceCounters) -> NamespaceStatus:
-    layout = namespace.layout
+    words, layout = namespace.words, namespace.words.layout
     return NamespaceStatus(
         digest=namespace.digest.hex(),
         pool=pool.pool_id,
-        model=namespace.model,
-        engine=namespace.engine,
-        adapter=namespace.adapter,
-        has_salt=namespace.has_salt,
-        block_tokens=namespace.block_tokens,
+        model=words.model,
+        engine=words.engine,
+        adapter=words.adapter,
+        has_salt=words.has_salt,
+        block_tokens=words.block_tokens,
         num_sealed=namespace.num_sealed,
         counters=namespace.as_dict(),
-        positional=namespace.positional,
+        positional=words.positional,
         num_layers=layout.num_layers if layout else 0,
         num_kv_heads=layout.num_kv_heads if layout else 0,
         head_dim=layout.head_dim if layout else 0,

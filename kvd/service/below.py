@@ -319,7 +319,7 @@ def _ignore(_job: Measure) -> None:
 
 
 def _name(cache: Cache) -> NamespaceName:
-    words = cache.namespace
+    words = cache.namespace.words
     return name_of(
         cache.digest, tenant=cache.pool.tenant, model=words.model, engine=words.engine, adapter=words.adapter
     )

@@ -39,7 +39,7 @@ class BlobVerbs:
         """See `kvd.protocol.requests.Forget`."""
         cache = session.cache(request.cache)
         hashes = unpack_hashes(request.hashes)
-        if not is_blob_engine(cache.namespace.engine):
+        if not is_blob_engine(cache.namespace.words.engine):
             # Keys and values of a prompt may be in use by everybody who shares the namespace.
             raise InvalidRequest("single blocks can be forgotten in a namespace of blobs only; flush the namespace")
         self._progress.blocks_came_back = True

@@ -9,7 +9,7 @@ from kvd.block import SessionId
 from kvd.errors import InvalidLayout
 from kvd.hashing import Namespace, namespace_digest
 from kvd.layout import KVLayout
-from kvd.pool import Pools
+from kvd.pool import NamespaceWords, Pools
 from kvd.protocol.replies import CacheOpened, Reply
 from kvd.protocol.requests import OpenCache
 from kvd.service.attempts import AnswerAttempt
@@ -86,18 +86,18 @@ class Opening:
             pool = self._places.of_cache(session, request, layout.block_nbytes)
             if self._idle.waits(self._homes.of(pool.source or pool), session, request):
                 return None
-            for one in filter(None, (pool.source, pool)):
-                counters = one.namespace(
-                    digest,
-                    model=request.model,
-                    engine=request.engine,
-                    adapter=request.adapter,
-                    has_salt=bool(request.salt),
-                    block_tokens=block_tokens,
-                    positional=request.positional,
-                    layout=layout,
-                )
-            cache = session.add_cache(asked, pool, counters, block_tokens)
+            words = NamespaceWords(
+                model=request.model,
+                engine=request.engine,
+                adapter=request.adapter,
+                has_salt=bool(request.salt),
+                block_tokens=block_tokens,
+                positional=request.positional,
+                layout=layout,
+            )
+            if pool.source is not None:
+                pool.source.namespace(digest, words)
+            cache = session.add_cache(asked, pool, pool.namespace(digest, words), block_tokens)
             self._forget_unused()
         reply = CacheOpened(
             request.request_id,

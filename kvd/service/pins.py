@@ -13,7 +13,7 @@ from kvd.block import ChainHash, NamespaceDigest
 from kvd.errors import InvalidRequest, KvdError, PermissionRefused, QuotaExceeded
 from kvd.hashing import pack_hashes, unpack_hashes
 from kvd.layout import KVLayout
-from kvd.pool import Pool, Pools
+from kvd.pool import NamespaceWords, Pool, Pools
 from kvd.service.below import Below
 from kvd.service.pin_files import PinFiles, PinRecord
 from kvd.service.sessions import Cache, Session
@@ -98,7 +98,7 @@ class Pins:
                 raise InvalidRequest(f"there is another pin {name}; remove it first")
             return found
         self._require_room(session, cache.pool, len(hashes))
-        namespace, layout = cache.namespace, cache.namespace.layout
+        words, layout = cache.namespace.words, cache.namespace.words.layout
         if layout is None:
             raise InvalidRequest("only what a model's layout is known of can be pinned")
         record = PinRecord(
@@ -108,11 +108,11 @@ class Pins:
             tenant=session.tenant,
             digest=cache.digest,
             hashes=pack_hashes(hashes),
-            model=namespace.model,
-            engine=namespace.engine,
-            positional=namespace.positional,
-            adapter=namespace.adapter,
-            has_salt=namespace.has_salt,
+            model=words.model,
+            engine=words.engine,
+            positional=words.positional,
+            adapter=words.adapter,
+            has_salt=words.has_salt,
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,
             head_dim=layout.head_dim,
@@ -204,8 +204,7 @@ class Pins:
         )
         digest = NamespaceDigest(record.digest)
         pool = self._pool_for(record, layout)
-        namespace = pool.namespace(
-            digest,
+        words = NamespaceWords(
             model=record.model,
             engine=record.engine,
             adapter=record.adapter,
@@ -214,7 +213,7 @@ class Pins:
             positional=record.positional,
             layout=layout,
         )
-        cache = Cache(0, pool, digest, namespace, layout.block_tokens)
+        cache = Cache(0, pool, digest, pool.namespace(digest, words), layout.block_tokens)
         if self._below is not None:
             self._below.open(cache, layout)
         return Pin(record, cache, unpack_hashes(record.hashes))

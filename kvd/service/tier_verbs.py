@@ -63,7 +63,7 @@ class TierVerbs:
         for pool in self._pools.all:
             namespace = pool.namespaces.get(NamespaceDigest(digest)) if pool.tenant == session.tenant else None
             if namespace is not None:
-                return Cache(0, pool, namespace.digest, namespace, namespace.block_tokens)
+                return Cache(0, pool, namespace.digest, namespace, namespace.words.block_tokens)
         raise InvalidRequest("no such namespace is known to your tenant; `kvd status --json` lists those that are")
 
     def prefetch(self, session: Session, request: requests.Prefetch) -> Reply:
@@ -129,7 +129,7 @@ class TierVerbs:
             if self._is_admin(session) or (digest in known and self._is_own(session, known[digest][0].tenant)):
                 return [digest]
             raise PermissionRefused(_REFUSED)
-        named = {digest: pool for digest, (pool, one) in known.items() if request.model in {"", one.model}}
+        named = {digest: pool for digest, (pool, one) in known.items() if request.model in {"", one.words.model}}
         if not all(self.may_touch(session, pool.tenant) for pool in named.values()):
             named = {digest: pool for digest, pool in named.items() if self._is_own(session, pool.tenant)}
         if not named and not self._is_admin(session) and self._settings.isolation != "uid":

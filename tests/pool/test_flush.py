@@ -9,7 +9,7 @@ import pytest
 
 from kvd.block import NamespaceDigest
 from kvd.errors import StateError
-from kvd.pool import FillTicket, NamespaceCounters, WaitFor
+from kvd.pool import FillTicket, NamespaceCounters, NamespaceWords, WaitFor
 from tests.pool.tiny import ALICE, BOB, CAROL, Tiny, h, hashes, ids
 
 
@@ -60,7 +60,9 @@ def test_a_promotion_in_flight_does_not_bring_flushed_blocks_back(ok: bool) -> N
 
 def test_a_flush_touches_its_own_namespace_only() -> None:
     tiny = Tiny(4)
-    other = tiny.pool.namespace(NamespaceDigest(h("other")), model="m", engine="e", adapter="x", block_tokens=16)
+    other = tiny.pool.namespace(
+        NamespaceDigest(h("other")), NamespaceWords(model="m", engine="e", adapter="x", block_tokens=16)
+    )
     tiny.keep("a")
     block = tiny.reserve(ALICE, 1)
     tiny.pool.seal(ALICE, other, block, hashes("b"))
@@ -111,7 +113,9 @@ def count_passes(tiny: Tiny) -> Iterator[list[int]]:
 
 def test_namespaces_count_apart_and_show_their_words() -> None:
     tiny = Tiny(4)
-    other = tiny.pool.namespace(NamespaceDigest(h("other")), model="m", engine="e", has_salt=True, block_tokens=16)
+    other = tiny.pool.namespace(
+        NamespaceDigest(h("other")), NamespaceWords(model="m", engine="e", has_salt=True, block_tokens=16)
+    )
     assert tiny.pool.namespace(other.digest) is other
     tiny.keep("a b")
     tiny.pool.begin(BOB, other, hashes("x"), max_cached=1, num_blocks=1, announce=False, may_wait=False)
@@ -124,7 +128,7 @@ def test_namespaces_count_apart_and_show_their_words() -> None:
 
 def test_a_namespace_of_another_pool_is_a_defect() -> None:
     tiny = Tiny(4)
-    stranger = NamespaceCounters(NamespaceDigest(h("stranger")))
+    stranger = NamespaceCounters(NamespaceDigest(h("stranger")), NamespaceWords())
     with pytest.raises(StateError):
         tiny.pool.begin_fill(stranger, h("a"))
     with pytest.raises(StateError):

@@ -9,6 +9,7 @@ import hashlib
 import os
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -503,6 +504,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert (status.num_reserved, status.num_references, status.num_referenced) == (0, 0, 0)
 
 
+@pytest.mark.timeout(600)
 def test_random_steps_agree_with_the_plain_model() -> None:
     wanted = int(os.environ.get("KVD_POOL_EXAMPLES", "0"))
     PoolMachine.num_steps = 0
