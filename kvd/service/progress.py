@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from kvd.block import ChainHash, SessionId
 from kvd.errors import KvdError, OutOfBlocks, OutOfMemory, QuotaExceeded, WouldWait
-from kvd.pool import AskBelow, Grow, Pool, Pools, WaitFor
+from kvd.pool import AskBelow, Grow, Pools, WaitFor
 from kvd.protocol.replies import Reply
 from kvd.service.attempts import Attempt, BeginAttempt
-from kvd.service.homes import Home, Homes
-from kvd.service.parking import MemoryPlace, ParkingLot, Place
-from kvd.service.promotion import Grown, Promotions
-from kvd.service.segments import SegmentTable, wants_huge_pages
+from kvd.service.growth import Growth, devices_waited_for
+from kvd.service.homes import Homes
+from kvd.service.parking import ParkingLot, Place
+from kvd.service.promotion import Promotions
+from kvd.service.segments import SegmentTable
 from kvd.service.sessions import Session
 from kvd.service.settings import ServiceSettings
 from kvd.status import WaitStatus
@@ -41,6 +42,7 @@ class Progress:
         self.lot: ParkingLot[Attempt] = ParkingLot()
         self.blocks_came_back = False
         """Set by whoever gives blocks or memory back; `settle` then tries those who wait for blocks."""
+        self.growth = Growth(lot=self.lot, pools=pools, homes=homes, table=table, settings=settings, clock=clock)
         self._pools = pools
         self._homes = homes
         self._table = table
@@ -57,7 +59,7 @@ class Progress:
     @property
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to do."""
-        deadlines = [self.lot.next_deadline_s, *(home.retry_at_s for home in self._homes)]
+        deadlines = [self.lot.next_deadline_s, self.growth.next_retry_s]
         return min((one for one in deadlines if one is not None), default=None)
 
     def advance(self, attempt: Attempt) -> None:
@@ -104,12 +106,14 @@ class Progress:
     def forget(self, session: Session) -> None:
         """Everything an ended session waits for: nobody wants it any more."""
         attempts = cast("list[Attempt]", list(session.parked))
-        waited_for_memory = _waiting_for_memory(attempts)
+        waited_for_memory = devices_waited_for(attempts)
         self.lot.forget(session)
         for attempt in attempts:
             self._leave_promotion(attempt)
         if waited_for_memory:
-            self._request_anew(waited_for_memory)
+            self.growth.request_anew(waited_for_memory)
+            if self.promotions is not None:
+                self.promotions.memory_ready()
 
     def wait_below(self, attempt: Attempt, number: int) -> None:
         """Parks it until what has that number was answered, or hangs for too long."""
@@ -120,20 +124,6 @@ class Progress:
         place: Place = ("below", number)
         for attempt in self.lot.at(place):
             self._advance_parked(attempt, place)
-
-    def grow(self, pool: Pool) -> Grown:
-        """One segment more for a promotion, after everybody who waits for memory to go on at all."""
-        home = self._homes.of(pool)
-        if home.is_away:
-            return "refused"
-        if not self.lot.at(_memory_of(home)) and self._table.grow(pool, 1):
-            return "grown"
-        if home.stock.failed is not None:
-            self._pools.growth_failed(pool.pool_id, home.stock.failed)
-            self._schedule_memory_retry(home)
-            return "refused"
-        home.stock.request(1, huge_pages=wants_huge_pages(pool))
-        return "later"
 
     def settle(self) -> None:
         """After every change: memory that left its pool goes, and those whose turn has come are tried.
@@ -161,22 +151,9 @@ class Progress:
         """A stock has made something, or failed: first come, first served."""
         self.blocks_came_back = True
         for home in self._homes:
-            self._memory_ready(home)
+            self.growth.hand_out(home, self._advance_parked)
         if self.promotions is not None:
             self.promotions.memory_ready()
-
-    def _memory_ready(self, home: Home) -> None:
-        if home.stock.failed is not None:
-            self._schedule_memory_retry(home)
-        place = _memory_of(home)
-        for attempt in self.lot.at(place):
-            room = self._pools.num_segments_room(home.device)
-            if room > 0 and attempt.place == place and home.lost is None:
-                num_wanted = min(attempt.num_segments, room)
-                attempt.num_segments -= self._table.grow(attempt.cache.pool, num_wanted)
-                if attempt.num_segments > 0 and home.stock.failed is None:
-                    break
-            self._advance_parked(attempt, place)
 
     def fail_lost(self) -> None:
         """Everybody who waits for something on a card that is lost is told so now."""
@@ -188,15 +165,10 @@ class Progress:
 
     def tick(self, now_s: float) -> None:
         """Ends the stays that are over by `now_s`, and tries for memory again when it is time."""
-        for home in self._homes:
-            if home.retry_at_s is not None and home.retry_at_s <= now_s:
-                home.retry_at_s = None
-                if home.lost is None:
-                    home.stock.retry()
-                    self._pools.memory_retry(home.device)
-                    self.blocks_came_back = True
+        if self.growth.retry(now_s):
+            self.blocks_came_back = True
         expired = self.lot.expired(now_s)
-        waited_for_memory = _waiting_for_memory(expired)
+        waited_for_memory = devices_waited_for(expired)
         for attempt in expired:
             if attempt.place is None or attempt.place[0] != "memory":
                 if self._waits_on_below(attempt, now_s):
@@ -206,7 +178,7 @@ class Progress:
             if attempt.place is not None:
                 self.advance(attempt)
         if waited_for_memory:
-            self._request_anew(waited_for_memory)
+            self.growth.request_anew(waited_for_memory)
         if self.promotions is not None:
             self.promotions.memory_ready()  # whoever stood before them in the queue for memory may be gone
 
@@ -224,18 +196,17 @@ class Progress:
                 if self._waits_for_answer(cast("BeginAttempt", attempt), outcome.num_resident):
                     return None
             elif isinstance(outcome, Grow):
-                if self._grows_at_once(attempt, home, outcome.num_segments):
+                if self.growth.at_once(attempt, home, outcome.num_segments):
                     continue
-                reason = self._memory_refusal(attempt, home)
+                reason = self.growth.refusal(attempt, home)
                 if reason is None:
-                    self._wait_for_memory(attempt, home, outcome.num_segments)
+                    self.growth.wait(attempt, home, outcome.num_segments)
                     return None
                 if refused:
                     raise OutOfMemory(reason)
                 # Told once, the pool evicts or raises; to be asked again for memory would be the end of it.
                 refused = True
-                self._pools.growth_failed(attempt.cache.pool.pool_id, reason)
-                self._schedule_memory_retry(home)
+                self.growth.failed(attempt.cache.pool, home, reason)
             else:
                 return outcome
 
@@ -343,49 +314,6 @@ class Progress:
         self.lot.park(attempt, ("blocks", attempt.cache.pool.pool_id), until_s)
         return True
 
-    def _grows_at_once(self, attempt: Attempt, home: Home, num_segments: int) -> bool:
-        queue = self.lot.at(_memory_of(home))
-        # Whoever came first is served first, though a segment were ready just now.
-        if queue and queue[0] is not attempt:
-            return False
-        return self._table.grow(attempt.cache.pool, num_segments) > 0
-
-    def _memory_refusal(self, attempt: Attempt, home: Home) -> str | None:
-        """Why it is no use to wait for memory, None while it is."""
-        if home.stock.failed is not None:
-            return home.stock.failed
-        if attempt.memory_until_s is not None and self._clock() >= attempt.memory_until_s:
-            return f"no memory for a segment came within {self._settings.growth_wait_s:g} s"
-        return None
-
-    def _wait_for_memory(self, attempt: Attempt, home: Home, num_segments: int) -> None:
-        if attempt.memory_until_s is None:
-            attempt.memory_until_s = self._clock() + self._settings.growth_wait_s
-        attempt.num_segments = num_segments
-        self.lot.park(attempt, _memory_of(home), attempt.memory_until_s)
-        self._request_memory(home)
-
-    def _request_anew(self, devices: Collection[str]) -> None:
-        """Somebody waits for memory no longer: the stocks need not make what nobody would take."""
-        for home in self._homes:
-            if home.device in devices:
-                home.stock.withdraw()
-                self._request_memory(home)
-        if self.promotions is not None:
-            self.promotions.memory_ready()
-
-    def _request_memory(self, home: Home) -> None:
-        wanted = {False: 0, True: 0}
-        for other in self.lot.at(_memory_of(home)):
-            wanted[wants_huge_pages(other.cache.pool)] += other.num_segments
-        for huge_pages, num_wanted in wanted.items():
-            if num_wanted:
-                home.stock.request(num_wanted, huge_pages=huge_pages)
-
-    def _schedule_memory_retry(self, home: Home) -> None:
-        if home.retry_at_s is None:
-            home.retry_at_s = self._clock() + self._settings.memory_retry_s
-
     def _serve_those_short_of_blocks(self) -> None:
         for place in self.lot.pools_short_of_blocks():
             for attempt in self.lot.at(place):
@@ -397,13 +325,3 @@ class Progress:
         # An earlier one's turn may have moved or ended this one.
         if attempt.place == place:
             self.advance(attempt)
-
-
-def _memory_of(home: Home) -> MemoryPlace:
-    return "memory", home.device
-
-
-def _waiting_for_memory(attempts: Iterable[Attempt]) -> set[str]:
-    """The devices whose memory some of these wait for."""
-    places = [attempt.place for attempt in attempts]
-    return {place[1] for place in places if place is not None and place[0] == "memory"}
