@@ -18,7 +18,7 @@ from kvd.hashing import NamespaceDigest, encode_tokens, pack_hashes
 from kvd.protocol.replies import Begun
 from kvd.protocol.requests import Begin
 from kvd.protocol.wire import unpack_block_ids
-from kvd_client.core import blob_core, verbs
+from kvd_client.core import blob_core
 from kvd_client.core.verb import expect
 from kvd_client.engines.llama_cpp.snapshots import STEP_TOKENS, Snapshots, _keys
 from tests.engines.llama_cpp.servers import PlainServer, Server, SharingServer, model_path
@@ -191,8 +191,8 @@ def flip_a_byte(client: kvd_client.Client, server: SharingServer, key: bytes) ->
     blobs = client.blobs(server.name)
 
     def verb(link):
-        heads = yield from verbs.open_cache(link, blobs._spaces.heads)
-        bodies = yield from verbs.open_cache(link, blobs._spaces.bodies)
+        heads = yield from blob_core._open(link, blobs._spaces.heads)
+        bodies = yield from blob_core._open(link, blobs._spaces.bodies)
         head = yield from blob_core._read_head(link, heads, head_hash(NamespaceDigest(heads.digest), key))
         hashes = head.body_hashes(NamespaceDigest(bodies.digest), blobs.block_nbytes)
         num = len(hashes)
