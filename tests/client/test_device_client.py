@@ -489,36 +489,6 @@ def test_a_closed_client_whose_tensors_live_lets_go_of_the_rest(small: Daemon) -
 # Parts, from a real daemon.
 
 
-def test_a_scattered_pool_gives_the_same_bytes(daemon: Daemon, start_worker: Callable[[], Worker]) -> None:
-    reader = start_worker()
-    with kvd_client.connect(daemon.folder) as client:
-        cache = client.cache(model=MODEL, layout=LAYOUT)
-        per_segment = 4 * MIB // LAYOUT.block_nbytes
-        taken = cache.allocate_sequence(16 * per_segment * LAYOUT.block_tokens)
-        core = taken._core
-        core._post_release(reserved=core._blocks[::2])
-        with cache.sequence(PROMPT, max_tokens=600) as seq:
-            fill(seq, PROMPT)
-            assert seq.is_materialized
-            assert seq.commit() == 96
-            longer = [*PROMPT, *[5] * 400]
-            fill(seq, longer)
-            assert holds(seq, longer, 500)
-            assert seq.commit(longer) == 496
-        assert reader.call("begin", tokens=longer) == 496
-        assert reader.call("holds") is True
-        with cache.sequence([*longer, 1]) as seq:
-            assert seq.num_copied_bytes == 31 * LAYOUT.block_nbytes
-            assert holds(seq, longer, 496)
-            with seq.fork() as other:
-                fill(other, [*longer, *[6] * 100])
-                assert holds(other, [*longer, *[6] * 100], 600)
-            seq.truncate(200)
-            fill(seq, [*longer[:200], *[7] * 50])
-            assert holds(seq, [*longer[:200], *[7] * 50], 250)
-    let_go()
-
-
 def test_a_sequence_in_two_parts_is_gathered_for_who_wants_one(client: kvd_client.Client) -> None:
     cache = client.cache(model=MODEL, layout=LAYOUT)
     publish(cache)

@@ -21,6 +21,7 @@ from tests.client.homes import host_only, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
 from tests.fakecuda.machine import FakeMachine
 from tests.support.daemon import Daemon, running_daemon
+from tests.support.wait import eventually
 
 PROMPT = [7 * i % 1000 + 300 for i in range(100)]
 
@@ -35,6 +36,21 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, home: FakeMachine | None) -
 @pytest.fixture
 def cache(client: kvd_client.Client, request: pytest.FixtureRequest) -> kvd_client.Cache:
     return client.cache(model=MODEL, layout=LAYOUT, salt=request.node.name)
+
+
+@pytest.fixture
+def empty_pool(client: kvd_client.Client) -> None:
+    """Whatever earlier tests left is gone, so every request gets adjacent blocks.
+
+    On a card it depends on that what is copied and what moves; test_scattered.py has the opposite.
+    """
+    let_go()
+
+    def is_empty() -> bool:
+        client.flush(tier="pool")
+        return not any(pool.num_reserved + pool.num_filling + pool.num_sealed for pool in client.status().pools)
+
+    eventually(is_empty)
 
 
 def publish(cache: kvd_client.Cache, tokens: list[int]) -> None:
@@ -57,6 +73,7 @@ def test_an_empty_cache_attaches_nothing(cache: kvd_client.Cache) -> None:
         assert seq.token_ids == PROMPT
 
 
+@pytest.mark.usefixtures("empty_pool")
 def test_full_blocks_are_found_again_with_their_bytes(cache: kvd_client.Cache, client: kvd_client.Client) -> None:
     publish(cache, PROMPT)
     with cache.sequence(PROMPT) as seq:
@@ -131,6 +148,7 @@ def test_a_sequence_of_other_tokens_is_not_taken_for_the_prompt(cache: kvd_clien
             seq.require_prefix_of([*PROMPT, 1])
 
 
+@pytest.mark.usefixtures("empty_pool")
 def test_growing_beyond_what_is_reserved_asks_seldom_and_moves_nothing(
     cache: kvd_client.Cache, client: kvd_client.Client
 ) -> None:
@@ -270,6 +288,7 @@ def test_a_cut_behind_the_end_is_refused(cache: kvd_client.Cache) -> None:
         assert holds(seq, PROMPT, 100)
 
 
+@pytest.mark.usefixtures("empty_pool")
 @pytest.mark.parametrize("committed", [100, 50, 0])
 def test_a_fork_and_its_origin_do_not_see_each_other(
     cache: kvd_client.Cache, client: kvd_client.Client, committed: int
