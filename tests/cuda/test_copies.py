@@ -262,5 +262,6 @@ def test_a_host_segment_that_cannot_be_locked_serves_all_the_same(machine: FakeM
     with HostSegment(MIB) as segment:
         locks.lock(segment)
         segment.view(0, MIB)[:5] = b"hello"
+    assert machine.fired() == ["cuMemHostRegister_v2:1=999"]
     machine.fail("")
     locks.close()

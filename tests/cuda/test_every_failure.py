@@ -19,6 +19,7 @@ from kvd_client.memory.device_imports import shared_driver
 from tests.cuda.conftest import Start
 from tests.cuda.process import CudaProcess
 from tests.fakecuda.machine import MIB, FakeMachine
+from tests.support.wait import eventually
 
 BLOCK = 4096
 UNKNOWN, OUT_OF_MEMORY, LOST = 999, 2, 719
@@ -40,6 +41,8 @@ def owner_life() -> None:
                 use(context, segment)
             finally:
                 stock.discard(segment)
+                # On the stock's thread, so that every life makes the same calls.
+                eventually(lambda: segment.closed)
         finally:
             stock.close()
 
@@ -98,6 +101,7 @@ def test_the_owner_survives_each_call_failing(machine: FakeMachine, code):
         error = error_of(owner_life)
         num_raised += error is not None
         assert error is None or function in str(error) or code == LOST
+        assert machine.fired() == [f"{function}:{number}={code}"]
         machine.fail("")
         release_what_is_left(machine, function)
         assert machine.held_nbytes() == 0, f"{function} number {number} left memory"
@@ -115,10 +119,13 @@ def test_a_client_survives_each_call_failing(machine: FakeMachine, start: Start,
         shared_driver.cache_clear()
         importer_life(export)
 
-    for function, number in list(each_call(machine, life)):
+    calls = list(each_call(machine, life))
+    assert len(calls) > 10
+    for function, number in calls:
         machine.fail(f"{function}:{number}={code}")
         error = error_of(life)
         assert error is None or function in str(error) or code == LOST
+        assert machine.fired() == [f"{function}:{number}={code}"]
         machine.fail("")
         assert device_imports.num_open() == 0
         release_what_is_left(machine, function)

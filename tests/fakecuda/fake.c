@@ -7,12 +7,14 @@
      KVD_FAKECUDA_FAIL     "function:N=code,..." the Nth call fails; N* every call, N+ from the Nth; code ~ms sleeps instead
      CUDA_VISIBLE_DEVICES  as the real one
    A file `lost.<physical number>` in the state folder makes a card fall off the bus: its content is the code.
+   Whatever a rule did to a call of any process is a line of the file `fired` there: "function:number=code".
 
    The functions `fakecuda_*` are for tests alone: kvd never calls them. */
 #include "fake.h"
 
 #include <ctype.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -99,6 +101,17 @@ static void count(const char *function) {
   }
 }
 
+/* A rule whose call never comes proves nothing: tests look here. */
+static void record(const Rule *rule) {
+  char path[4200], line[96];
+  snprintf(path, sizeof path, "%s/fired", state_folder());
+  int length = snprintf(line, sizeof line, "%s:%ld=%s%d\n", rule->function, rule->count, rule->sleep_ms ? "~" : "",
+                        rule->sleep_ms ? rule->sleep_ms : rule->code);
+  int fd = open(path, O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0666);
+  if (fd < 0 || write(fd, line, (size_t)length) != length) abort();
+  close(fd);
+}
+
 static int injected(const char *function) {
   int sleep_ms = 0, code = 0;
   for (int i = 0; i < num_rules; i++) {
@@ -108,6 +121,7 @@ static int injected(const char *function) {
     if (rule->count < rule->from || (rule->to > 0 && rule->count > rule->to)) continue;
     if (rule->sleep_ms) sleep_ms = rule->sleep_ms;
     if (rule->code) code = rule->code;
+    record(rule);
   }
   if (sleep_ms) {
     struct timespec pause = {sleep_ms / 1000, sleep_ms % 1000 * 1000000L};
@@ -225,7 +239,10 @@ CUresult cuInit(unsigned flags) {
       fakecuda_fail(fail);
       for (int i = 0; i < num_rules; i++) rules[i].count = !strcmp(rules[i].function, "cuInit");
       for (int i = 0; i < num_rules; i++)
-        if (rules[i].count && rules[i].from == 1 && rules[i].code) LEAVE(rules[i].code);
+        if (rules[i].count && rules[i].from == 1 && rules[i].code) {
+          record(&rules[i]);
+          LEAVE(rules[i].code);
+        }
     }
     choose_visible();
     if (!*state_folder()) LEAVE(999);

@@ -74,6 +74,7 @@ class FakeMachine:
         self.cards = cards or (P40, RTX_3050)
         self.state = folder / "fakecuda"
         self.state.mkdir()
+        self._fired = self.state / "fired"
         self.library = folder / "libcuda.so.1"
         shutil.copy(build(), self.library)
         self.environ: Mapping[str, str] = {
@@ -88,8 +89,19 @@ class FakeMachine:
         return ctypes.CDLL(str(self.library))
 
     def fail(self, rules: str) -> None:
-        """Injects errors into this process's driver: "cuMemAlloc_v2:2=2" (see fake.c); "" ends it."""
+        """Injects errors into this process's driver: "cuMemAlloc_v2:2=2" (see fake.c); "" ends it.
+
+        `fired` begins anew.
+        """
+        self._fired.unlink(missing_ok=True)
         self._in_process().fakecuda_fail(rules.encode())
+
+    def fired(self) -> list[str]:
+        """What rules did to calls of any process of the machine: "cuMemAlloc_v2:2=2" for code 2 in its second call.
+
+        A test that injects an error asserts that it came: where the call is never made, nothing was tested.
+        """
+        return self._fired.read_text().splitlines() if self._fired.exists() else []
 
     def num_calls(self, function: str) -> int:
         """Calls of a driver function in this process since `forget_calls`."""
