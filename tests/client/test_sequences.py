@@ -17,11 +17,10 @@ from kvd.errors import (
     SequenceTooLong,
 )
 from kvd.layout import KVLayout
-from tests.client.homes import host_only, let_go
+from tests.client.homes import empty_the_pool, host_only, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
 from tests.fakecuda.machine import FakeMachine
 from tests.support.daemon import Daemon, running_daemon
-from tests.support.wait import eventually
 
 PROMPT = [7 * i % 1000 + 300 for i in range(100)]
 
@@ -40,17 +39,7 @@ def cache(client: kvd_client.Client, request: pytest.FixtureRequest) -> kvd_clie
 
 @pytest.fixture
 def empty_pool(client: kvd_client.Client) -> None:
-    """Whatever earlier tests left is gone, so every request gets adjacent blocks.
-
-    On a card it depends on that what is copied and what moves; test_scattered.py has the opposite.
-    """
-    let_go()
-
-    def is_empty() -> bool:
-        client.flush(tier="pool")
-        return not any(pool.num_reserved + pool.num_filling + pool.num_sealed for pool in client.status().pools)
-
-    eventually(is_empty)
+    empty_the_pool(client)
 
 
 def publish(cache: kvd_client.Cache, tokens: list[int]) -> None:

@@ -31,6 +31,7 @@ class ContiguousCache:
 
     Memory is taken from the daemon's pool as the cache grows, block by block and segment by segment, never at once.
     Tensors that it gives out are views: they show what is written later at their places, and zeros after `reset`.
+    On a card blocks are not mapped side by side: what is attached is copied once there, as is what outgrows its run.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class ContiguousCache:
 
     @property
     def num_copied_bytes(self) -> int:
-        """Bytes copied to attach, or to reset one layer of a sequence whose other layers are shared."""
+        """Bytes copied to attach, to be one tensor on a card, or to reset one layer whose other layers are shared."""
         return self._num_copied_bytes + (self._sequence.num_copied_bytes if self._sequence is not None else 0)
 
     def update(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
