@@ -226,6 +226,7 @@ class Cache:
         populate: bool = True,
         announce: bool = True,
         attach_all: bool = False,
+        only_stores: bool = False,
     ) -> Sequence:
         """See `kvd_client.Cache.sequence`."""
         # Here, not in the verb, which runs again after a restart: an iterator gives its ids once.
@@ -241,6 +242,7 @@ class Cache:
                 verify=verify,
                 announce=announce,
                 attach_all=attach_all,
+                only_stores=only_stores,
                 options=options,
             )
         )

@@ -70,6 +70,7 @@ class Cache:
         populate: bool = True,
         announce: bool = True,
         attach_all: bool = False,
+        only_stores: bool = False,
     ) -> Sequence:
         """The longest cached prefix of `token_ids`, mapped, with room for the rest reserved: one round trip.
 
@@ -77,6 +78,9 @@ class Cache:
         sequence may ever hold (default: len(token_ids) + 1024); address space, not memory, is set aside for it.
 
         `attach_all` attaches the last token's block too when it is cached: for who copies the KV and computes nothing.
+
+        `only_stores` is for who has computed the KV already: what is found then has spared nobody anything, and no
+        figure of `kvd status` counts it as saved.
 
         `announce` tells the daemon that the missing blocks will be computed now; others who want them may wait.
         `wait_s` bounds the wait for blocks which another session announced: None is the daemon's default, refused with
@@ -102,6 +106,7 @@ class Cache:
                 verify=verify,
                 announce=announce,
                 attach_all=attach_all,
+                only_stores=only_stores,
                 options=options,
             )
         )

@@ -95,6 +95,7 @@ class Pool(Exchange):
         may_wait: bool,
         ask_below: bool = False,
         whole: bool = False,
+        only_stores: bool = False,
     ) -> Begun | WaitFor | AskBelow | Grow:
         """References the longest resident prefix (`max_cached` blocks at most) and reserves the rest of `num_blocks`.
 
@@ -102,6 +103,7 @@ class Pool(Exchange):
         With `may_wait`, a first missing block that somebody else is producing gives `WaitFor`, and nothing is held.
         With `ask_below`, one that nobody is producing gives `AskBelow`, and nothing is held either.
         With `whole`, a prefix shorter than `max_cached` is told and not attached, and nothing is reserved or announced.
+        With `only_stores`, blocks that are found do not count: nobody was going to compute them.
         """
         lease_holder = self.sessions.get(session)
         lease = self._lease(lease_holder)
@@ -137,8 +139,9 @@ class Pool(Exchange):
         block_ids += self._reserve(lease, num_new)
         lease_holder.charge((lease.num_distinct - before) * self.block_nbytes)
         num_announced = self._announce(lease, hashes, num_cached) if announce and num_cached < len(hashes) else 0
-        namespace.lookups += limit
-        namespace.hits += num_cached
+        num_hits = 0 if only_stores else num_cached
+        namespace.lookups += num_hits + limit - num_cached
+        namespace.hits += num_hits
         namespace.misses += limit - num_cached
         return Begun(num_cached, block_ids, num_announced)
 

@@ -14,6 +14,10 @@ import msgspec
 RequestId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
+COMPUTED_EARLIER_S = 1.0
+"""How much longer than the session has lasted a computation that a `seal` reports may have taken: clocks tick."""
+
+
 class _Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
     request_id: RequestId
     epoch: int
@@ -57,6 +61,9 @@ class Begin(_Request, frozen=True, tag="begin"):
 
     With `whole`, all `max_cached` blocks are attached or none, and nothing is reserved: `num_cached` then says how far
     the prefix reaches, and `blocks` is empty unless that is all of it.
+
+    With `only_stores` the session has computed everything: what it finds here has spared it nothing, and counts neither
+    as looked for nor as saved.
     """
 
     cache: int
@@ -67,6 +74,7 @@ class Begin(_Request, frozen=True, tag="begin"):
     wait_s: float | None = None
     with_checksums: bool = False
     whole: bool = False
+    only_stores: bool = False
 
 
 class Reserve(_Request, frozen=True, tag="reserve"):

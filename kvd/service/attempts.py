@@ -107,13 +107,14 @@ class BeginAttempt(Attempt):
             may_wait=self.may_wait,
             ask_below=self.ask_below,
             whole=request.whole,
+            only_stores=request.only_stores,
         )
         if isinstance(outcome, (WaitFor, AskBelow, Grow)):
             return outcome
         blocks, num_cached = outcome.blocks, outcome.num_cached
         cached = blocks[:num_cached]
         table.grant(session, pool, readable=cached, writable=blocks[num_cached:])
-        if num_cached and not request.whole:  # what is wanted whole are bytes, not tokens
+        if num_cached and not request.whole and not request.only_stores:  # what is wanted whole are bytes, not tokens
             session.saved[cache.handle] += num_cached * cache.block_tokens
         return Begun(
             request.request_id,

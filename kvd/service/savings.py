@@ -16,6 +16,7 @@ import math
 from collections import defaultdict
 
 from kvd.errors import InvalidRequest
+from kvd.protocol.requests import COMPUTED_EARLIER_S
 from kvd.service.sessions import Cache, Session
 from kvd.status import SavingsStatus
 
@@ -37,8 +38,8 @@ class Savings:
             return
         if not 0 < num_tokens <= MAX_REPORTED_TOKENS or not math.isfinite(seconds) or seconds <= 0:
             raise InvalidRequest(f"{num_tokens} tokens computed in {seconds} seconds")
-        # What was computed before the session began was not computed for it; a clock tick is allowed for.
-        if seconds > now_s - session.connected_s + 1:
+        # What was computed before the session began was not computed for it.
+        if seconds > now_s - session.connected_s + COMPUTED_EARLIER_S:
             raise InvalidRequest(f"{seconds:.3f} s of computing are more than the session is old")
 
     @staticmethod

@@ -71,7 +71,7 @@ def test_what_is_told_by_hand_goes_with_the_next_commit(daemon):
 
 @pytest.mark.parametrize(
     ("num_tokens", "seconds"),
-    [(MIN_PREFILL_TOKENS - 1, 1.0), (1000, 0.0), (1000, -1.0), (1000, math.nan), (1000, math.inf)],
+    [(MIN_PREFILL_TOKENS - 1, 1.0), (1000, 0.0), (1000, -1.0), (1000, math.nan), (1000, math.inf), (1000, 600.0)],
 )
 def test_what_says_nothing_of_a_prefill_is_passed_over(daemon, num_tokens, seconds):
     with kvd_client.connect(daemon.folder) as client:
@@ -81,3 +81,15 @@ def test_what_says_nothing_of_a_prefill_is_passed_over(daemon, num_tokens, secon
             seq.computed(num_tokens, seconds)
             seq.commit()
         assert reported(client).computed_tokens == 0
+
+
+def test_who_only_stores_has_saved_nothing(daemon):
+    with kvd_client.connect(daemon.folder) as client:
+        cache = client.cache(model=MODEL, layout=LAYOUT)
+        cache.get_or_compute(PROMPT, lambda seq: fill(seq, PROMPT)).close()
+        with cache.sequence(PROMPT, attach_all=True, only_stores=True) as seq:
+            assert seq.num_cached_tokens == 160
+        assert client.status().savings.num_tokens == 0
+        with cache.sequence(PROMPT) as seq:
+            assert seq.num_cached_tokens == 160
+        assert client.status().savings.num_tokens == 160

@@ -43,6 +43,19 @@ def test_seconds_are_tokens_over_the_rate_that_clients_report(house: House) -> N
     assert (namespace.computed_tokens, namespace.computed_s) == (320, 10.0)
 
 
+def test_what_a_writer_finds_of_its_own_is_no_saving(house: House) -> None:
+    writer = house.client()
+    writer.open()
+    prompt = names("a", "b", "c")
+    writer.seal(writer.begin(prompt[:2], only_stores=True).reserved, prompt[:2])
+    found = writer.begin(prompt, only_stores=True)
+    assert len(found.cached) == 2
+    snapshot = writer.status().snapshot
+    assert snapshot.savings.num_tokens == 0
+    (namespace,) = snapshot.namespaces
+    assert (namespace.counters["hits"], namespace.counters["misses"], namespace.counters["lookups"]) == (0, 3, 3)
+
+
 def test_what_an_ended_session_was_spared_stays_in_the_total(house: House) -> None:
     writer, reader = house.client(), house.client()
     writer.open(), reader.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from kvd.block import BlockId, ChainHash
 from kvd.errors import CudaImportRefused, KvdError, OutOfBlocks, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, pack_hashes
 from kvd.protocol.replies import Reserved, Sealed
-from kvd.protocol.requests import Reserve, Retain, Seal
+from kvd.protocol.requests import COMPUTED_EARLIER_S, Reserve, Retain, Seal
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from kvd_client.arguments import MAX_TOKENS, whole_number
 from kvd_client.core.named_tokens import NamedTokens
@@ -238,11 +239,16 @@ class SequenceCore(SequenceState):
         self._own_copies = {}
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """So many tokens were computed in so many seconds; the next seal says so. Too few tell nothing of a prefill."""
+        """So many tokens were computed in so many seconds; the next seal says so. Too few tell nothing of a prefill.
+
+        What was computed before the session began is passed over: the daemon would refuse the seal.
+        """
         num_tokens = whole_number("num_tokens", num_tokens)
-        if num_tokens >= MIN_PREFILL_TOKENS and 0 < seconds < math.inf:
+        total_s = self._computed_s + seconds
+        most_s = time.monotonic() - self.link.opened_s + COMPUTED_EARLIER_S
+        if num_tokens >= MIN_PREFILL_TOKENS and 0 < seconds < math.inf and total_s <= most_s:
             self._computed_tokens += num_tokens
-            self._computed_s += seconds
+            self._computed_s = total_s
 
     def truncate(self, num_tokens: int) -> Verb[None]:
         """Forgets the tokens from `num_tokens` on."""

@@ -161,6 +161,7 @@ def begin(
     verify: bool,
     announce: bool,
     attach_all: bool,
+    only_stores: bool,
     options: SequenceOptions,
 ) -> Verb[SequenceCore]:
     """The longest cached prefix attached, the rest reserved and announced: one round trip.
@@ -190,6 +191,7 @@ def begin(
                 announce=announce,
                 wait_s=bound_s,
                 with_checksums=verify,
+                only_stores=only_stores,
             )
 
         core = SequenceCore(link, cache, _names(cache, tokens, hashes), max_tokens=most, options=options)

@@ -86,6 +86,7 @@ class Link:
         """Opens the session. Raises what `SessionSocket` raises."""
         self.runtime_dir: Path = find_runtime_dir(options.runtime_dir)
         self.session = SessionSocket(self.runtime_dir, label=options.label, timeout_s=options.timeout_s)
+        self.opened_s = time.monotonic()
         welcome = self.session.welcome
         self.epoch = welcome.epoch
         self.session_id = welcome.session
