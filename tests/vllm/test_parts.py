@@ -87,6 +87,7 @@ class Store:
         self.may_begin, self.may_end = threading.Event(), threading.Event()
         self.has_begun, self.is_copying = threading.Event(), threading.Event()
         self.copied: list[int] = []
+        self.num_prefilled = 0
         self.saves: Saves | None = None
 
     def __call__(self, save, may_copy):
@@ -96,6 +97,7 @@ class Store:
             self.is_copying.set()
             assert self.may_end.wait(BOUND_S)
             self.copied.append(save.number)
+            self.num_prefilled += save.num_prefilled
             self.saves.copied()
 
 
@@ -110,7 +112,7 @@ def store():
 
 
 def save(number: int, request: str) -> Save:
-    return Save(number, request, Variant(), [1] * 32 * number, list(range(number)))
+    return Save(number, request, Variant(), [1] * 32 * number, list(range(number)), num_prefilled=10**number)
 
 
 def test_a_later_save_of_a_request_takes_the_place_of_one_that_waits(store):
@@ -121,6 +123,7 @@ def test_a_later_save_of_a_request_takes_the_place_of_one_that_waits(store):
     store.may_end.set()
     store.saves.close()
     assert store.copied == [1, 3]
+    assert store.num_prefilled == 1110, "what was computed for the one that it replaced is told with it"
     assert store.saves.take_done() == Counter([1, 2, 3])
 
 

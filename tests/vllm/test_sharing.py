@@ -141,6 +141,25 @@ def test_a_reset_reaches_every_engines_blocks(writer, reader, plain, prompt):  #
     assert again["tokens"] == plain.generate(tokens)["tokens"]
 
 
+def test_the_daemon_hears_how_long_prefills_take_and_counts_what_was_spared(writer, reader, daemon, prompt):
+    def figures() -> tuple[int, int, float, float]:
+        with kvd_client.connect(daemon.folder) as client:
+            status = client.status()
+        shared = [each for each in status.namespaces if each.engine == "vllm/1"]
+        computed = sum(each.computed_tokens for each in shared), sum(each.computed_s for each in shared)
+        return computed[0], status.savings.num_tokens, computed[1], status.savings.prefill_s
+
+    tokens = prompt(200)
+    before = figures()
+    # 300 tokens more, which are saved block by block: what a save finds of the last one has spared nobody anything.
+    writer.generate(tokens, num_new=300)
+    reader.generate(tokens)
+    after = figures()
+    assert (after[0] - before[0], after[1] - before[1]) == (200, 192)
+    assert after[2] > before[2]
+    assert after[3] > before[3]
+
+
 def test_status_names_the_model_and_nothing_stays_held(writer, reader, daemon):
     writer.call("settle")
     reader.call("settle")

@@ -116,6 +116,12 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.before_step(kv_connector_metadata)
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """What this step is to do; the model computes next. (vLLM starts loads before that or after, as it likes.)"""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin_step()
+
     def start_load_kv(self, forward_context: Any, **_arguments: Any) -> None:
         """Hands the step's loads to their thread."""
         if self._worker is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
@@ -32,6 +32,18 @@ class Save:
     variant: Variant
     tokens: list[int]
     blocks: list[int]
+    num_prefilled: int = 0
+    """Tokens that this step computes for the request, 0 for so few that they tell nothing of a prefill."""
+    prefill_s: float = 0.0
+    """How long they took; the worker fills it in."""
+
+    def after(self, earlier: Save) -> Save:
+        """This one in the place of an earlier one of the request, which was not carried out."""
+        return replace(
+            self,
+            num_prefilled=self.num_prefilled + earlier.num_prefilled,
+            prefill_s=self.prefill_s + earlier.prefill_s,
+        )
 
 
 @dataclass(slots=True)
@@ -46,8 +58,8 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Finished requests whose blocks the scheduler keeps until the worker reports them."""
     reset: int = 0
     """Grows with each reset: everything that was to be saved before is forgotten."""
-    idle: bool = False
-    """No token is computed in this step."""
+    num_tokens: int = 0
+    """That are computed in this step, for all requests."""
 
 
 @dataclass(slots=True)

@@ -38,7 +38,8 @@ class Saves:
     def put(self, save: Save) -> None:
         """Never blocks."""
         with self._changed:
-            self._drop(save.request)
+            if (earlier := self._drop(save.request)) is not None:
+                save = save.after(earlier)
             if len(self._pending) >= self._max_pending:
                 self.num_dropped += 1
                 self._done[save.number] += 1
@@ -90,10 +91,11 @@ class Saves:
                 self._is_abandoned = True
                 self._changed.wait_for(lambda: self._active is not active or not self._is_copying)
 
-    def _drop(self, name: str) -> None:
+    def _drop(self, name: str) -> Save | None:
         save = self._pending.pop(name, None)
         if save is not None:
             self._done[save.number] += 1
+        return save
 
     def reads(self, request: str) -> bool:
         """Whether blocks of a request may still be read. Under `changed`."""

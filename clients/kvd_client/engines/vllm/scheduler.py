@@ -11,6 +11,7 @@ from typing import Any
 
 from kvd.hashing import Namespace
 from kvd_client.client import Client
+from kvd_client.core.sequence_core import MIN_PREFILL_TOKENS
 from kvd_client.engines.vllm.daemon import Daemon
 from kvd_client.engines.vllm.identity import Names
 from kvd_client.engines.vllm.metadata import Load, Save, StepMetadata, WorkerReport
@@ -124,7 +125,7 @@ class SchedulerSide:
     def metadata(self, step: Any) -> StepMetadata:
         """What the workers are to do in this step, a `SchedulerOutput`. Called once for each."""
         metadata, self._next = self._next, StepMetadata()
-        metadata.idle = not step.total_num_scheduled_tokens
+        metadata.num_tokens = step.total_num_scheduled_tokens
         metadata.reset = self._reset
         for name in step.preempted_req_ids or ():
             metadata.preempted.append(name)
@@ -138,11 +139,17 @@ class SchedulerSide:
                 request = tracked.request
                 num_written = min(request.num_computed_tokens + num_scheduled, request.num_tokens)
                 resolve = partial(step.kv_connector_block_state.resolve_block_ids, name)
-                self._save(metadata, tracked, num_written, resolve)
+                num_prefilled = num_scheduled if num_scheduled >= MIN_PREFILL_TOKENS else 0
+                self._save(metadata, tracked, num_written, resolve, num_prefilled)
         return metadata
 
     def _save(
-        self, metadata: StepMetadata, tracked: _Tracked, num_written: int, resolve: Callable[[], Sequence[list[int]]]
+        self,
+        metadata: StepMetadata,
+        tracked: _Tracked,
+        num_written: int,
+        resolve: Callable[[], Sequence[list[int]]],
+        num_prefilled: int = 0,
     ) -> None:
         """`resolve` gives the request's blocks, in a list of its own for each group of layers: there is one."""
         stop = num_written // self._step_tokens * self._step_tokens
@@ -151,7 +158,8 @@ class SchedulerSide:
         self._num_saves += 1
         name = tracked.request.request_id
         tokens = list(tracked.request.all_token_ids[:stop])
-        save = Save(self._num_saves, name, tracked.variant, tokens, resolve()[0][: stop // self._block_size])
+        blocks = resolve()[0][: stop // self._block_size]
+        save = Save(self._num_saves, name, tracked.variant, tokens, blocks, num_prefilled)
         metadata.saves.append(save)
         tracked.num_saved = stop
         tracked.outstanding.add(save.number)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,13 +28,24 @@ IDLE_WAIT_S = 0.01
 class WorkerSide:
     """Called by one rank's model runner, in one thread; copies run in two others."""
 
-    def __init__(self, names: Names, settings: Settings, *, rank: int, layers: list[str], block_size: int) -> None:
+    def __init__(
+        self,
+        names: Names,
+        settings: Settings,
+        *,
+        rank: int,
+        layers: list[str],
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`layers`: their names in vLLM, in the order of a block; `block_size`: tokens in one of vLLM's blocks."""
         self._names = names
         self._settings = settings
         self._rank = rank
         self._layers = layers
         self._block_size = block_size
+        self._clock = clock
+        self._began_s = clock()
         self._slabs: Slabs | None = None
         self._loading = Daemon(settings.runtime_dir, label="vllm loads", timeout_s=settings.timeout_s)
         self._saving = Daemon(settings.runtime_dir, label="vllm saves", timeout_s=settings.timeout_s)
@@ -61,6 +74,9 @@ class WorkerSide:
             self._slabs = Slabs(self._names.layout, self._block_size, self._layers, caches)
         except EngineUnsupported as error:
             log.warning("kvd stays out of this engine: %s", error)
+            return
+        # So that the session is older than the first prefill: the daemon believes no report of anything before.
+        self._saves.submit(lambda: self._saving.ask("connect", lambda client: None))
 
     def before_step(self, metadata: StepMetadata) -> None:
         """Before anything of this step is written to vLLM's blocks."""
@@ -75,6 +91,10 @@ class WorkerSide:
         if starts:
             self._saves.submit(partial(self._flush, self._reset))
 
+    def begin_step(self) -> None:
+        """The model computes from now on, until `after_step`."""
+        self._began_s = self._clock()
+
     def start_loads(self, metadata: StepMetadata) -> None:
         """Returns at once."""
         for load in metadata.loads:
@@ -84,10 +104,13 @@ class WorkerSide:
 
     def after_step(self, metadata: StepMetadata) -> None:
         """The step's tokens are computed: what is full now may be saved."""
+        step_s = self._clock() - self._began_s
         self._finishing.update(metadata.finishing)
+        # Ranks compute at the same time: the seconds of one are those of all.
+        token_s = step_s / metadata.num_tokens if metadata.num_tokens and self._rank == 0 else 0.0
         for save in metadata.saves:
-            self._saves.put(save)
-        if metadata.idle:
+            self._saves.put(replace(save, prefill_s=save.num_prefilled * token_s))
+        if not metadata.num_tokens:
             with self._changed:
                 if self._num_loading or self._finishing:
                     self._changed.wait_for(lambda: self._received or self._sent(), IDLE_WAIT_S)
@@ -164,7 +187,13 @@ class WorkerSide:
         slabs = self._require_slabs()
         cache = self._saving.cache(client, self._names.namespace(self._rank, save.variant))
         with cache.sequence(
-            save.tokens, len(save.tokens), wait_s=0, populate=False, announce=False, attach_all=True
+            save.tokens,
+            len(save.tokens),
+            wait_s=0,
+            populate=False,
+            announce=False,
+            attach_all=True,
+            only_stores=True,
         ) as sequence:
             start, stop = sequence.num_cached_tokens, len(save.tokens)
             if start == stop or not may_copy():
@@ -174,6 +203,7 @@ class WorkerSide:
             finally:
                 self._saves.copied()
             sequence.advance(stop - start)
+            sequence.computed(save.num_prefilled, save.prefill_s)
             sequence.commit()
             self.num_tokens_saved += stop - start
 
