@@ -33,6 +33,7 @@ from kvd_client.core.sequence_state import SequenceOptions
 from kvd_client.core.tier_verbs import FlushOutcome, Pinned, Reach
 from kvd_client.core.verb import Tokens, Verb
 from kvd_client.core.verbs import VerifyOutcome
+from kvd_client.memory.compute_device import device_name
 from kvd_client.memory.device_order import Stream
 from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.sequence_view import SequenceView
@@ -114,12 +115,13 @@ class Client:
         device: str = "",
         staged: bool = False,
         ask_only: bool = False,
+        computes_on: torch.device | str | None = None,
     ) -> Cache:
         """See `kvd_client.Client.cache`."""
         namespace = Namespace(
             model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt
         )
-        spec = CacheSpec(namespace, device, staged, ask_only)
+        spec = CacheSpec(namespace, device, staged, ask_only, device_name(computes_on))
         opened = await self._runner.run(lambda link: verbs.open_cache(link, spec))
         return Cache(self._runner, opened, checksums=checksums)
 

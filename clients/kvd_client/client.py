@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvd.blobs import DEFAULT_BLOCK_NBYTES
 from kvd.hashing import Namespace, encode_tokens
@@ -17,9 +17,13 @@ from kvd_client.core import tier_verbs, verbs
 from kvd_client.core.tier_verbs import FlushOutcome, Reach
 from kvd_client.core.verb import Tokens
 from kvd_client.core.verbs import VerifyOutcome
+from kvd_client.memory.compute_device import device_name
 from kvd_client.options import DEFAULT_OPTIONS, Options
 from kvd_client.session.opened_cache import CacheSpec
 from kvd_client.transport.blocking import Runner
+
+if TYPE_CHECKING:
+    import torch
 
 
 def connect(
@@ -76,15 +80,21 @@ class Client:
         device: str = "",
         staged: bool = False,
         ask_only: bool = False,
+        computes_on: torch.device | str | None = None,
     ) -> Cache:
         """The cache of one namespace; the arguments up to `salt` are part of it (see `kvd.hashing.Namespace`).
 
         `device` is where its pool shall be: the UUID of one of the daemon's cards, "host", or "" for what the daemon's
         rules say. A process that cannot map a card's memory (it does not see the card, has no torch for it, or is in
         another PID namespace) uses host memory beside it, which the daemon fills from the card and copies back: by
-        itself, with a line in the log, and `Cache.mode` tells. `staged` has it so in any case, for who computes on
-        another card. `ask_only` spares looking for torch and the card where only `match`, `reach`, `prefetch` and `pin`
-        are wanted. Raises `CudaUnavailable` for a card that the daemon does not serve.
+        itself, with a line in the log, and `Cache.mode` tells. `staged` has it so in any case. `ask_only` spares the
+        look for torch and the card where only `match`, `reach`, `prefetch` and `pin` are wanted. Raises
+        `CudaUnavailable` for a card that the daemon does not serve.
+
+        `computes_on` is the torch device that attends over the sequences, if that need not be where the pool is: their
+        tensors are on it. Where the pool is elsewhere each sequence is a copy, by way of host memory: the prefix is
+        copied when it is attached, and what was computed when it is committed. Raises `EngineUnsupported` for devices
+        that are neither CPU nor CUDA card.
 
         With `checksums`, blocks sealed through this cache carry an xxh3-64 that readers compare with `verify=True`.
         Raises `InvalidLayout` when client and daemon compute different block sizes.
@@ -92,7 +102,8 @@ class Client:
         namespace = Namespace(
             model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt
         )
-        return Cache(self._runner, CacheSpec(namespace, device, staged, ask_only), checksums=checksums)
+        spec = CacheSpec(namespace, device, staged, ask_only, device_name(computes_on))
+        return Cache(self._runner, spec, checksums=checksums)
 
     def blobs(self, name: str, *, salt: str = "", block_nbytes: int = DEFAULT_BLOCK_NBYTES) -> Blobs:
         """Byte strings of any length under keys; see `kvd_client.blobs`.

@@ -103,7 +103,7 @@ def test_private_memory_is_torchs_on_the_card_and_kept_by_its_views(
         return empty(nbytes, dtype=dtype)
 
     monkeypatch.setattr(torch, "empty", on_card)
-    views = private_views(segment(Waits([], "")), 4096)  # type: ignore[arg-type]
+    views = private_views("cuda:1", 4096)
     assert isinstance(views, DeviceViews)
     assert asked == ["cuda:1"]
     assert views._live_anchor().owner is views._owner
@@ -113,7 +113,7 @@ def test_private_memory_is_torchs_on_the_card_and_kept_by_its_views(
 
     monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(OutOfMemory, match="private copy: CUDA out of memory"):
-        private_views(segment(Waits([], "")), 4096)  # type: ignore[arg-type]
+        private_views("cuda:1", 4096)
 
 
 def test_a_card_that_is_lost_publishes_nothing_and_closes_quietly(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ class SequenceCore(SequenceState):
             max_blocks=max(len(self._blocks), self.layout.num_blocks(self.max_tokens), 1),
             materialize=self._options.materialize,
             populate=self._options.populate,
+            computes_on=self._cache.spec.computes_on,
         )
 
     def extend(self, num_tokens: int) -> Verb[None]:

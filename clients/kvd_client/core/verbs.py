@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvd.block import ChainHash, NamespaceDigest
+from kvd.block import HOST, ChainHash, NamespaceDigest
 from kvd.errors import CorruptBlock, CudaImportRefused, OutOfBlocks, SequenceTooLong
 from kvd.hashing import TOKEN_NBYTES, chain_hashes, pack_hashes
 from kvd.protocol.replies import Begun, CacheOpened, Done, Matched, Reserved, StatusReply, Verified
@@ -17,10 +17,12 @@ from kvd_client.core.named_tokens import NamedTokens
 from kvd_client.core.sequence_core import SequenceCore
 from kvd_client.core.sequence_state import SequenceOptions
 from kvd_client.core.verb import Verb, expect
+from kvd_client.memory.compute_device import is_elsewhere
+from kvd_client.memory.tensors import CPU
 from kvd_client.options import DEFAULT_GROWTH_TOKENS
 from kvd_client.session.landing import Landing
 from kvd_client.session.link import Link
-from kvd_client.session.opened_cache import CacheSpec, OpenedCache, tell_staged, why_not_mapped
+from kvd_client.session.opened_cache import CacheSpec, OpenedCache, tell_copied, tell_staged, why_not_mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +73,19 @@ def settle(link: Link) -> Verb[None]:
 def open_cache(link: Link, spec: CacheSpec) -> Verb[OpenedCache]:
     """The session's handle on a namespace; asks once per link.
 
-    Where the pool is on a card that this process cannot map, the host pool beside it.
+    Where the pool is on a card that this process cannot map, or does not compute on, the host pool beside it.
     """
     link.require_alive()
     known = link.caches.get(spec)
     if known is not None:
         return known
     reply = expect((yield _open_request(link, spec, staged=spec.staged)), CacheOpened)
-    reason = None if spec.ask_only else why_not_mapped(reply)
+    reason = None if spec.ask_only else why_not_mapped(reply, spec.computes_on)
     if reason is not None:
         tell_staged(reply.device, reason)
         reply = expect((yield _open_request(link, spec, staged=True)), CacheOpened)
+    elif reply.device == HOST and is_elsewhere(spec.computes_on, CPU):
+        tell_copied(spec.computes_on)
     return link.opened(spec, reply)
 
 

@@ -1,4 +1,4 @@
-"""The pieces that a sequence on a card lies in: runs of the daemon's blocks, or memory of this process."""
+"""The pieces that a sequence lies in where nothing is mapped side by side: runs of blocks, or this process's memory."""
 
 from __future__ import annotations
 
@@ -120,15 +120,15 @@ class DirectPiece(Piece):
 
 
 class PrivatePiece(Piece):
-    """Memory of this process on the same card, in the order of the blocks or `packed` by layer."""
+    """Memory of this process, in the order of the blocks or `packed` by layer."""
 
     def __init__(
-        self, layout: KVLayout, first: int, num_blocks: int, capacity: int, beside: ImportedSegment, *, packed: bool
+        self, layout: KVLayout, first: int, num_blocks: int, capacity: int, torch_device: str, *, packed: bool
     ) -> None:
-        """On the card of `beside`. Raises `OutOfMemory`."""
+        """On "cpu" or "cuda:N". Raises `OutOfMemory`."""
         super().__init__(layout, first, num_blocks, capacity)
         self.packed = packed
-        self.views = private_views(beside, capacity * layout.block_nbytes)
+        self.views = private_views(torch_device, capacity * layout.block_nbytes)
 
     def _arrange(self, flat: torch.Tensor) -> torch.Tensor:
         if not self.packed:

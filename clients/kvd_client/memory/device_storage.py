@@ -32,7 +32,7 @@ from kvd_client.memory.device_pieces import DirectPiece, Piece, PrivatePiece
 from kvd_client.memory.device_segments import DevicePoolMemory, DeviceRun
 from kvd_client.memory.device_views import find_torch_device
 from kvd_client.memory.storage import Storage
-from kvd_client.memory.tensors import import_torch
+from kvd_client.memory.tensors import CPU, import_torch
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +148,7 @@ class DeviceStorage(Storage):
             for run in self._runs(blocks[:1]):
                 device_imports.release(run.segment)
         capacity = max(num_blocks, min(num_blocks + room, self.max_blocks - first))
-        return PrivatePiece(self.layout, first, num_blocks, capacity, self._require_home(), packed=self._packed)
+        return PrivatePiece(self.layout, first, num_blocks, capacity, self._torch_device, packed=self._packed)
 
     def _direct(self, first: int, blocks: Sequence[BlockId]) -> list[Piece]:
         """The blocks themselves, a piece for each run."""
@@ -244,9 +244,13 @@ class DeviceStorage(Storage):
     def _nothing(self, *shape: int) -> torch.Tensor:
         """What a sequence without a block shows."""
         module = import_torch()
-        where = find_torch_device(self._memory.device) or "cpu"
-        nothing: torch.Tensor = module.empty(shape, dtype=getattr(module, self.layout.dtype), device=where)
+        dtype = getattr(module, self.layout.dtype)
+        nothing: torch.Tensor = module.empty(shape, dtype=dtype, device=self._torch_device)
         return nothing
+
+    @property
+    def _torch_device(self) -> str:
+        return find_torch_device(self._memory.device) or CPU
 
     def num_parts(self, start: int, stop: int) -> int:
         return max(1, len(self._covering(start, stop)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvd.errors import CudaImportRefused, EngineUnsupported, OutOfMemory
 from kvd_client.memory.device_imports import ImportedSegment
-from kvd_client.memory.tensors import Views, import_torch
+from kvd_client.memory.tensors import CPU, Views, import_torch
 
 if TYPE_CHECKING:
     import torch
@@ -92,22 +92,21 @@ def device_views(segment: ImportedSegment, offset: int, nbytes: int) -> Views | 
     raise CudaImportRefused(unseen(segment.export.device))
 
 
-def private_views(segment: ImportedSegment, nbytes: int) -> Views | DeviceViews:
-    """Views over fresh memory of this process where the segment's is; it lives as long as they and their tensors do.
+def private_views(torch_device: str, nbytes: int) -> Views | DeviceViews:
+    """Views over fresh memory of this process on "cpu" or "cuda:N"; it lives as long as they and their tensors do.
 
     Raises `OutOfMemory`.
     """
     module = import_torch()
-    torch_device = find_torch_device(segment.export.device)
     try:
         with module.inference_mode(mode=False):
-            memory = module.empty(nbytes, dtype=module.uint8, device=torch_device or "cpu")
+            memory = module.empty(nbytes, dtype=module.uint8, device=torch_device)
     except RuntimeError as error:
         # torch.OutOfMemoryError on a card, a plain one of the CPU's allocator.
         raise OutOfMemory(f"no {nbytes >> 20} MiB of memory for a private copy: {error}") from error
-    if torch_device is not None:
-        return DeviceViews(memory.data_ptr(), nbytes, torch_device, memory)
-    return Views(memory.data_ptr(), nbytes, memory)
+    if torch_device == CPU:
+        return Views(memory.data_ptr(), nbytes, memory)
+    return DeviceViews(memory.data_ptr(), nbytes, torch_device, memory)
 
 
 def unseen(device_uuid: str) -> str:

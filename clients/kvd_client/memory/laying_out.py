@@ -8,12 +8,15 @@ from kvd.block import BlockId
 from kvd.errors import OutOfMemory
 from kvd.layout import KVLayout
 from kvd_client.memory.address_range import HUGE_PAGE_NBYTES
+from kvd_client.memory.compute_device import is_elsewhere
+from kvd_client.memory.copied_storage import CopiedStorage
 from kvd_client.memory.device_segments import DevicePoolMemory
 from kvd_client.memory.device_storage import DeviceStorage
 from kvd_client.memory.mapped_storage import MappedStorage, RangeStorage, has_room_for
 from kvd_client.memory.private_storage import PackedStorage, PrivateStorage
 from kvd_client.memory.segments import PoolMemory
 from kvd_client.memory.storage import Storage
+from kvd_client.memory.tensors import CPU
 
 
 def lay_out(
@@ -25,8 +28,11 @@ def lay_out(
     max_blocks: int,
     materialize: bool,
     populate: bool,
+    computes_on: str,
 ) -> Storage:
-    """A storage with these blocks in it. Under the guard; the segments are granted. Raises `OutOfMemory`."""
+    """A storage with these blocks in it, for who computes on `computes_on` (see `is_elsewhere`). Under the guard; the
+    segments are granted. Raises `OutOfMemory`, `EngineUnsupported`.
+    """
 
     def filled(storage: Storage) -> Storage:
         try:
@@ -38,6 +44,8 @@ def lay_out(
 
     if isinstance(memory, DevicePoolMemory):
         return filled(DeviceStorage(layout, max_blocks, memory, packed=materialize))
+    if is_elsewhere(computes_on, CPU):
+        return filled(CopiedStorage(layout, max_blocks, memory, computes_on))
     phase = memory.phase(blocks) % HUGE_PAGE_NBYTES
     if materialize:
         return filled(PackedStorage(layout, max_blocks, memory, phase))

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 
+CPU = "cpu"
+"""torch's name of host memory."""
+
+
 class Views:
     """Makes views over `nbytes` at `address` and knows whether any is alive. Needs no numpy."""
 

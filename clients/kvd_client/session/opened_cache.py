@@ -11,8 +11,9 @@ from kvd.errors import EngineUnsupported
 from kvd.hashing import Namespace
 from kvd.protocol.replies import CacheOpened
 from kvd_client.memory import device_imports
+from kvd_client.memory.compute_device import is_elsewhere, shown_on
 from kvd_client.memory.device_segments import DevicePoolMemory
-from kvd_client.memory.device_views import find_torch_device, unseen
+from kvd_client.memory.device_views import unseen
 from kvd_client.memory.segments import PoolMemory
 from kvd_client.memory.tensors import import_torch
 
@@ -32,6 +33,8 @@ class CacheSpec:
     """Host memory in any case, beside the card where the pool is on one."""
     ask_only: bool = False
     """No sequence is wanted, so it does not matter whether this process could map one."""
+    computes_on: str = ""
+    """A `device_name` where the sequences are attended over; "" for wherever the pool is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,8 @@ class OpenedCache:
         return "staged" if self.staged_from else "mapped"
 
 
-def why_not_mapped(reply: CacheOpened) -> str | None:
-    """Why this process cannot map the pool that the daemon names, in a sentence; None when it can, as far as is known.
+def why_not_mapped(reply: CacheOpened, computes_on: str) -> str | None:
+    """Why this process cannot use the pool where it is, in a sentence; None when it can, as far as is known.
 
     Imports torch for a pool on a card.
     """
@@ -72,14 +75,23 @@ def why_not_mapped(reply: CacheOpened) -> str | None:
         import_torch()
     except EngineUnsupported:
         return f"the daemon's memory is on {reply.device}, and there is no torch in this process to show it"
-    device = device_imports.shared_driver().find(reply.device)
-    if find_torch_device(reply.device) is None and not (device and device.is_cpu_touchable):
+    shown = shown_on(reply.device)
+    if shown is None:
         return unseen(reply.device)
-    return None
+    return f"they are attended over on {computes_on}" if is_elsewhere(computes_on, shown) else None
 
 
 def tell_staged(device: str, reason: str) -> None:
     """Says, once in this process for each reason, that host memory is used instead of a card's."""
-    if reason not in _told:
-        _told.add(reason)
-        _log.warning("kvd: blocks on %s are used through host memory: %s", device, reason)
+    _tell(f"kvd: blocks on {device} are used through host memory: {reason}")
+
+
+def tell_copied(computes_on: str) -> None:
+    """Says, once in this process, that blocks in host memory are copied to a card."""
+    _tell(f"kvd: blocks in host memory are copied to {computes_on}, where they are attended over")
+
+
+def _tell(sentence: str) -> None:
+    if sentence not in _told:
+        _told.add(sentence)
+        _log.warning("%s", sentence)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvd.errors import EngineUnsupported, InvalidRequest
+from kvd.errors import InvalidRequest
 from kvd.hashing import Namespace
 from kvd_client.client import Client
 from kvd_client.core.verb import Tokens
@@ -59,17 +59,17 @@ def attach(
     sequence of its own; rows are padded on the left, and `attention_mask` [rows, n] says where, as `generate` wants it.
     `max_tokens` bounds prompt and generated tokens of a row together (default: its own tokens + 1024). When another
     process is computing the same prompt, attach waits for it up to `wait_s` seconds (None: the daemon's default, and
-    not at all for rows after the first; 0: never). `materialize` copies the prefix into private
-    memory packed by layer. With `checksums` what this cache publishes carries them, and `verify` compares those of the
-    prefix. Without `publish` nothing is shared before `commit`. Equal
-    prompts under another `salt` don't meet.
+    not at all for rows after the first; 0: never). `materialize` copies the prefix into private memory packed by layer;
+    a model that is not where the daemon's pool is gets such a copy on its own device in any case. With `checksums` what
+    this cache publishes carries them, and `verify` compares those of the prefix. Without `publish` nothing is shared
+    before `commit`. Equal prompts under another `salt` don't meet.
 
     Raises `EngineUnsupported` (a model that cannot be served rightly), `InvalidTokens`, and what
     `kvd_client.Cache.sequence` raises.
     """
     inner = unwrap(model)
     space = namespace(inner, block_tokens=block_tokens, salt=salt)
-    cache = client.cache(**_arguments(space), checksums=checksums)
+    cache = client.cache(**_arguments(space), checksums=checksums, computes_on=inner.device)
     sequences: list[Sequence] = []
     paddings: list[int] = []
     try:
@@ -79,19 +79,11 @@ def attach(
             sequence = cache.sequence(ids, max_tokens, wait_s=row_wait_s, materialize=materialize, verify=verify)
             sequences.append(sequence)
             paddings.append(padding)
-        kvd_cache = KvdCache(sequences, GuardedModel(inner), paddings=paddings, publish=publish)
+        return KvdCache(sequences, GuardedModel(inner), paddings=paddings, publish=publish)
     except BaseException:
         for sequence in sequences:
             sequence.close()
         raise
-    held_on, runs_on = kvd_cache.rows[0].device.type, inner.device.type
-    if held_on != runs_on:
-        kvd_cache.close()
-        raise EngineUnsupported(
-            f"{type(inner).__name__} runs on {runs_on} and this daemon's memory is on {held_on}: use "
-            f"model.to({held_on!r}), or give the daemon a pool on {runs_on}"
-        )
-    return kvd_cache
 
 
 def _prompts(input_ids: Tokens, mask: torch.Tensor | None) -> Iterator[tuple[Tokens, int]]:

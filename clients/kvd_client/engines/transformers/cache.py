@@ -110,7 +110,7 @@ class KvdCache(Cache):  # type: ignore[misc]
         self._num_columns = max(0, min(row.num_padding + row.num_tokens for row in rows))
         self._layer_columns = [self._num_columns] * layout.num_layers
         self._num_cached_tokens = sum(row.sequence.num_cached_tokens for row in rows)
-        self._device_type = rows[0].device.type
+        self._device = rows[0].device
         self._is_recording = False
         self._cuts_next_input = False
         self._is_guarded = True
@@ -306,7 +306,7 @@ class KvdCache(Cache):  # type: ignore[misc]
         step = self._step
         if step is None:
             raise EngineUnsupported(_FOREIGN_MODEL)
-        require_shape(self._layout, keys, values, num_rows=len(self.rows), device_type=self._device_type)
+        require_shape(self._layout, keys, values, num_rows=len(self.rows), device=self._device)
         if self._layer_columns[index] != step.start or keys.shape[2] != step.stop - step.start:
             raise EngineUnsupported(f"layer {index} wrote twice, or other tokens than the pass was given")
         for number, row in enumerate(self.rows):

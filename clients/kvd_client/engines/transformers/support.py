@@ -55,7 +55,7 @@ def require_supported(model: PreTrainedModel) -> None:
     layout_of(model)
     if getattr(decoder_config(model), "kv_lora_rank", None):
         raise EngineUnsupported(f"{name} has latent attention (MLA): its keys and values differ in shape")
-    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or "meta" in devices:
         raise EngineUnsupported(
             f"{name} is on {', '.join(sorted(devices))}: all of it must be on one device, and loaded"
@@ -135,7 +135,7 @@ def layout_of(model: PreTrainedModel, block_tokens: int | None = None) -> KVLayo
 
 
 def require_shape(
-    layout: KVLayout, keys: torch.Tensor, values: torch.Tensor, *, num_rows: int, device_type: str
+    layout: KVLayout, keys: torch.Tensor, values: torch.Tensor, *, num_rows: int, device: torch.device
 ) -> None:
     """Raises `EngineUnsupported` unless both are [num_rows, num_kv_heads, n, head_dim] in the layout's dtype there."""
     for name, states in (("keys", keys), ("values", values)):
@@ -149,10 +149,10 @@ def require_shape(
                 f"the model's {name} have shape {list(shape)}, its configuration says "
                 f"[{num_rows}, {layout.num_kv_heads}, n, {layout.head_dim}]"
             )
-        if str(states.dtype) != f"torch.{layout.dtype}" or states.device.type != device_type:
+        if str(states.dtype) != f"torch.{layout.dtype}" or states.device != device:
             raise EngineUnsupported(
                 f"the model's {name} are {states.dtype} on {states.device}, the cache holds {layout.dtype} on "
-                f"{device_type}; attach under the same dtype and without autocast"
+                f"{device}; attach under the same dtype and without autocast, and where the model is"
             )
     if keys.requires_grad or values.requires_grad:
         raise EngineUnsupported("gradients do not flow through a shared cache: call the model under torch.no_grad()")
