@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.fakecuda.machine import P40, RTX_3050, Card, FakeMachine
 from tests.support.processes import ROOT
+from tools.gpu_checks.torch_code import what_to_install
 
 ROOMY_P40 = Card(P40.name, P40.uuid, 512, P40.compute_capability)
 
@@ -38,6 +41,27 @@ def test_a_driver_that_does_not_open_handles_is_noticed(tmp_path):
     assert "sharing  stopped" in done.stdout
     assert "CudaImportRefused" in done.stdout
     assert "open of a dead owner's handle" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arches", "capability", "wanted"),
+    [
+        (["sm_75", "sm_80", "sm_90", "sm_120"], (6, 1), "'torch<2.15' --index-url URL (that of CUDA 12.6"),
+        (["sm_50", "sm_60", "sm_70"], (6, 1), None),
+        (["sm_61"], (6, 1), None),
+        ([], (6, 1), "'torch<2.15' "),
+        (["sm_50", "sm_60"], (8, 6), "install --force-reinstall torch --index-url URL"),
+        (["sm_80"], (8, 6), None),
+    ],
+)
+def test_a_torch_without_code_for_the_card_is_told_what_to_install(arches, capability, wanted):
+    advice = what_to_install("2.13.0+cu130", arches, capability)
+    if wanted is None:
+        assert advice is None
+    else:
+        assert wanted in advice
+        assert advice.startswith(f"torch 2.13.0+cu130 has none for sm_{capability[0]}{capability[1]}: ")
+        assert "\n" not in advice
 
 
 def test_without_a_card_one_line_says_so():
