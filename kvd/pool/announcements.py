@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvd.block import ChainHash
+from kvd.block import ChainHash, SessionId
 from kvd.pool.leases import Lease
 
 
@@ -38,6 +38,14 @@ class Announcements:
     def want(self, chain_hash: ChainHash) -> None:
         """Somebody waits for a hash that is announced or filling."""
         self._wanted.add(chain_hash)
+
+    def want_anothers(self, chain_hash: ChainHash, session: SessionId) -> bool:
+        """Whether a session other than this one computes the hash here; if so, somebody waits for it from now on."""
+        lease = self.by_hash.get(chain_hash)
+        if lease is None or lease.session_id == session:
+            return False
+        self.want(chain_hash)
+        return True
 
     def wake(self, chain_hash: ChainHash) -> None:
         """What made somebody wait for the hash is over, well or not."""

@@ -7,9 +7,10 @@ from typing import cast
 
 from kvd.block import ChainHash, SessionId
 from kvd.errors import KvdError, OutOfBlocks, OutOfMemory, QuotaExceeded, WouldWait
-from kvd.pool import AskBelow, Grow, Pools, WaitFor
+from kvd.pool import AskBelow, Grow, Pool, Pools, WaitFor
 from kvd.protocol.replies import Reply
 from kvd.service.attempts import Attempt, BeginAttempt
+from kvd.service.beside import computed_beside
 from kvd.service.growth import Growth, devices_waited_for
 from kvd.service.homes import Homes
 from kvd.service.parking import ParkingLot, Place
@@ -156,11 +157,12 @@ class Progress:
             self.promotions.memory_ready()
 
     def fail_lost(self) -> None:
-        """Everybody who waits for something on a card that is lost is told so now."""
+        """Everybody who waits for something on a card that is lost is told so now, or goes on without it."""
         for home in self._homes:
             if home.lost is not None:
                 for attempt in [one for queue in self.lot.places().values() for one in queue]:
-                    if attempt.cache.pool.device == home.device and attempt.place is not None:
+                    pool = attempt.cache.pool
+                    if home.device in {pool.device, pool.source and pool.source.device} and attempt.place is not None:
                         self.advance(attempt)
 
     def tick(self, now_s: float) -> None:
@@ -190,10 +192,11 @@ class Progress:
             home.check()
             outcome = attempt.run(self._table)
             if isinstance(outcome, WaitFor):
-                if self._waits_for_hash(cast("BeginAttempt", attempt), outcome):
+                if self._waits_for_hash(cast("BeginAttempt", attempt), attempt.cache.pool, outcome):
                     return None
             elif isinstance(outcome, AskBelow):
-                if self._waits_for_answer(cast("BeginAttempt", attempt), outcome.num_resident):
+                begin, num_resident = cast("BeginAttempt", attempt), outcome.num_resident
+                if self._waits_beside(begin, num_resident) or self._waits_for_answer(begin, num_resident):
                     return None
             elif isinstance(outcome, Grow):
                 if self.growth.at_once(attempt, home, outcome.num_segments):
@@ -210,8 +213,15 @@ class Progress:
             else:
                 return outcome
 
-    def _waits_for_hash(self, attempt: BeginAttempt, outcome: WaitFor) -> bool:
-        """Parks it until the hash is there or given up; False when its time is over and it no longer waits."""
+    def _waits_beside(self, attempt: BeginAttempt, num_resident: int) -> bool:
+        """Parks it where another session computes what it misses, in a pool beside its own; then it asks anew."""
+        found = computed_beside(self._pools, attempt, num_resident) if attempt.may_wait else None
+        if found is None or self._homes.of(found[0]).lost is not None:
+            return False
+        return self._waits_for_hash(attempt, found[0], WaitFor(found[1]))
+
+    def _waits_for_hash(self, attempt: BeginAttempt, pool: Pool, outcome: WaitFor) -> bool:
+        """Parks it until the hash is in the pool or given up; False when its time is over and it no longer waits."""
         if outcome.is_filling:
             return self._waits_for_promotion(attempt, outcome.hash)
         if attempt.request.wait_s is None and self._pools.has_announcements(attempt.session.id):
@@ -224,7 +234,7 @@ class Progress:
             return False
         self._leave_promotion(attempt)  # who waits for another session holds nothing
         attempt.waited = True
-        self.lot.park(attempt, (attempt.cache.pool.pool_id, outcome.hash), attempt.wait_until_s)
+        self.lot.park(attempt, (pool.pool_id, outcome.hash), attempt.wait_until_s)
         return True
 
     def _waits_for_promotion(self, attempt: BeginAttempt, wanted: ChainHash) -> bool:

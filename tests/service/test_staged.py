@@ -18,6 +18,7 @@ from tests.cuda.conftest import machine  # noqa: F401 - a fixture
 from tests.fakecuda.machine import MIB, FakeMachine
 from tests.service.harness import Attached, error_code, expect, names
 from tests.service.tiers import TieredClient, TieredHouse, content
+from tests.support.wait import eventually
 
 PROMPT = names("a", "b", "c")
 
@@ -247,6 +248,103 @@ def test_a_match_counts_what_the_card_has(house: StagedHouse) -> None:
     reach = client.reach(PROMPT)
     assert (reach.num_resident, reach.reach) == (2, [3])
     assert client.ask(requests.Match, 1, pack_hashes(PROMPT[:1])) is not None
+
+
+def test_a_staged_begin_waits_for_what_is_computed_on_the_card(house: StagedHouse) -> None:
+    on_card = house.filled(PROMPT[:1])
+    begun = on_card.begin(PROMPT, wait_s=0.0)
+    client = house.staged()
+    assert client.try_begin(PROMPT, 4) is None
+    assert not house.mover.waiting(Carry), "who waits for another session holds nothing"
+    (wait,) = on_card.status().snapshot.waits
+    assert (wait.what, wait.pool, wait.hash, wait.writer) == (
+        "computation",
+        on_card.pool,
+        PROMPT[1].hex(),
+        on_card.session,
+    )
+    for place, chain_hash in enumerate(PROMPT[1:]):
+        assert client.answer() is None
+        house.write(on_card, begun.reserved[place], content(chain_hash))
+        on_card.seal(begun.reserved[place : place + 1], [chain_hash])
+    house.run_mover()
+    attached_to = attached(client)
+    assert (attached_to.reply.num_cached, attached_to.reply.waited) == (3, True)
+    client.verify(attached_to, PROMPT)
+
+
+def test_a_begin_on_the_card_waits_for_what_is_computed_beside(house: StagedHouse) -> None:
+    client = house.staged()
+    begun = client.begin(PROMPT, wait_s=0.0)
+    on_card = house.on_card()
+    assert on_card.try_begin(PROMPT, 4) is None
+    house.run_mover()
+    assert on_card.answer() is None, "no tier's answer is waited for"
+    for block, chain_hash in zip(begun.reserved, PROMPT, strict=True):
+        house.write(client, block, content(chain_hash))
+    client.seal(begun.reserved, PROMPT)
+    house.run_mover()
+    attached_to = attached(on_card)
+    assert attached_to.reply.num_cached == 3
+    on_card.verify(attached_to, PROMPT)
+
+
+@pytest.mark.parametrize("computes_on_card", [True, False])
+@pytest.mark.parametrize("how", ["dies", "gives up", "takes too long"])
+def test_who_waits_for_the_other_side_computes_when_that_ends(
+    house: StagedHouse, computes_on_card: bool, how: str
+) -> None:
+    writer = house.on_card() if computes_on_card else house.staged()
+    waiting = house.staged() if computes_on_card else house.on_card()
+    begun = writer.begin(PROMPT, wait_s=0.0)
+    assert waiting.try_begin(PROMPT, 4, wait_s=5.0) is None
+    house.run_mover()
+    assert waiting.answer() is None, "no tier's answer is waited for"
+    if how == "dies":
+        writer.die()
+    elif how == "gives up":
+        writer.release(reserved=begun.reserved, hashes=PROMPT)
+    else:
+        house.pass_time(5.0)
+    house.run_mover()
+    assert attached(waiting).reply.num_cached == 0
+    # The next one waits for this one now, wherever it is.
+    third = house.staged()
+    assert third.try_begin(PROMPT, 4) is None
+    house.run_mover()
+    assert third.answer() is None
+    waiting.die()
+    house.run_mover()
+    if how == "takes too long":
+        writer.die()
+        house.run_mover()
+    assert attached(third).reply.num_cached == 0
+
+
+def test_nobody_waits_for_a_card_that_is_lost(house: StagedHouse, machine: FakeMachine) -> None:  # noqa: F811
+    house.on_card().begin(PROMPT, wait_s=0.0)
+    before = house.staged()
+    assert before.try_begin(PROMPT, 4) is None
+    machine.lose_card(0)
+    house.memory.available_nbytes()
+    eventually(lambda: house.memory.lost)
+    house.memory_ready()
+    house.run_mover()
+    assert attached(before).reply.num_cached == 0
+
+
+def test_who_computes_itself_is_told_that_it_would_wait_for_the_other_side(house: StagedHouse) -> None:
+    house.on_card().begin(PROMPT, wait_s=0.0)
+    client = house.staged()
+    client.begin(names("own"), wait_s=0.0)
+    assert error_code(client.try_begin(PROMPT, 4)) == "would-wait"
+    # Its own announcement on the other side is no reason to wait.
+    both = house.on_card()
+    both.begin(names("mine"), wait_s=0.0)
+    assert both.open(staged=True).staged_from
+    assert both.try_begin(names("mine"), 1, cache=2, wait_s=5.0) is None
+    house.run_mover()
+    assert attached(both).reply.num_cached == 0
 
 
 def test_ids_of_both_pools_are_told_apart(house: StagedHouse) -> None:
