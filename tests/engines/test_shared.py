@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 import kvd_client
 from kvd.cli.demo.daemon import private_daemon
+from kvd.errors import InvalidRequest
 from kvd_client.engines.transformers import KvdCache, attach, shared
+from kvd_client.engines.transformers.sharing import Sharing
+from kvd_client.engines.transformers.wrapping import wrap_generate
 from tests.engines.test_batches import OwnAttention
 from tests.engines.tiny import batch, greedy, prompt, tiny_model
 
@@ -41,6 +44,9 @@ CALLS: dict[str, Callable[[PreTrainedModel], torch.Tensor]] = {
     "an assistant": lambda model: model.generate(prompt(), max_new_tokens=8, assistant_model=tiny_model(seed=3)),
     "looking up": lambda model: model.generate(prompt(), max_new_tokens=8, prompt_lookup_num_tokens=3),
     "chunks": lambda model: model.generate(prompt(), max_new_tokens=8, prefill_chunk_size=30),
+    "a padding's token that also ends": lambda model: model.generate(
+        padded()["input_ids"], max_new_tokens=8, eos_token_id=[0, 5]
+    ),
 }
 
 
@@ -57,6 +63,22 @@ def test_a_plain_call_is_served(client: kvd_client.Client, model: PreTrainedMode
         assert statistics.num_cached_tokens >= 96
         assert statistics.hit_rate == statistics.num_cached_tokens / statistics.num_prompt_tokens
     assert "generate" not in vars(model)
+
+
+def takes_more(model: PreTrainedModel) -> None:
+    """A model that takes inputs beside the ids; what it does with them does not matter here."""
+    inner = model.forward
+
+    def forward(*args: Any, token_type_ids: Any = None, pixel_values: Any = None, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    model.forward = forward
+    model._validate_model_kwargs = lambda _: None
+
+
+def own_loop(model: PreTrainedModel, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+    """A way to generate that kvd knows nothing of."""
+    return model(input_ids).logits.argmax(-1)
 
 
 def embeddings(model: PreTrainedModel) -> torch.Tensor:
@@ -79,6 +101,32 @@ NOT_SERVED: dict[str, tuple[str, Callable[[PreTrainedModel], torch.Tensor]]] = {
             prompt(), attention_mask=torch.ones(1, 100).index_fill(1, torch.tensor([5]), 0), max_new_tokens=4
         ),
     ),
+    "no cache, by configuration": (
+        "use_cache",
+        lambda model: model.generate(
+            prompt(), generation_config=GenerationConfig(max_new_tokens=4, use_cache=False, pad_token_id=0)
+        ),
+    ),
+    "a configuration by position": (
+        "by position",
+        lambda model: model.generate(prompt(), GenerationConfig(max_new_tokens=4, pad_token_id=0)),
+    ),
+    "positions": (
+        "position_ids",
+        lambda model: model.generate(prompt(), position_ids=torch.arange(100)[None], max_new_tokens=4),
+    ),
+    "another way to generate": (
+        "custom_generate",
+        lambda model: model.generate(prompt(), custom_generate=own_loop, max_new_tokens=4),
+    ),
+    "pictures": (
+        "pixel_values",
+        lambda model: model.generate(prompt(), pixel_values=torch.zeros(1, 3, 4, 4), max_new_tokens=4),
+    ),
+    "nothing to begin with": (
+        "no input_ids",
+        lambda model: model.generate(bos_token_id=1, max_new_tokens=4),
+    ),
     "token types": (
         "token types",
         lambda model: model.generate(prompt(), token_type_ids=torch.ones_like(prompt()), max_new_tokens=4),
@@ -93,15 +141,8 @@ def test_what_cannot_be_served_runs_as_before_and_says_why_once(
 ) -> None:
     reason, generate = NOT_SERVED[call]
     model = tiny_model()
-    if call == "token types":
-        # A model that takes them; what it does with them does not matter here.
-        inner = model.forward
-
-        def forward(*args: Any, token_type_ids: Any = None, **kwargs: Any) -> Any:
-            return inner(*args, **kwargs)
-
-        model.forward = forward
-        model._validate_model_kwargs = lambda _: None
+    if call in {"token types", "pictures"}:
+        takes_more(model)
     expected = generate(model)
     with caplog.at_level(logging.WARNING), shared(model, client, salt=salt) as statistics:
         for _ in range(2):
@@ -146,6 +187,36 @@ def test_what_is_found_out_at_the_first_step_runs_as_before(client: kvd_client.C
         assert torch.equal(model.generate(ids, **arguments, streamer=streamer), expected)
         assert "by itself" in statistics.last_reason
     assert streamer.tokens == expected[0].tolist()
+
+
+def test_an_error_in_the_middle_is_the_callers(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    """Running once more without kvd would say the first tokens twice."""
+    lengths: list[int] = []
+
+    def stop(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        lengths.append(ids.shape[1])
+        if len(lengths) == 3:
+            raise InvalidRequest("the caller's own")
+        return scores
+
+    with shared(model, client, salt=salt), pytest.raises(InvalidRequest, match="own"):
+        greedy(model, prompt(), logits_processor=LogitsProcessorList([stop]))
+    assert lengths == [100, 101, 102]
+
+
+def test_an_assistant_within_a_call_is_no_call_of_its_own(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    """As where every model of a process shares: its proposals are cut off again, and nobody else wants them."""
+    assistant, sharing = tiny_model(seed=3), Sharing(client, salt=salt)
+    expected = greedy(model, prompt())
+    undo = [wrap_generate(each, sharing.generate) for each in (model, assistant)]
+    assert torch.equal(greedy(model, prompt(), assistant_model=assistant), expected)
+    assert sharing.statistics.num_calls == 1
+    assert torch.equal(greedy(model, prompt()), expected)
+    assert sharing.statistics.num_calls == 2
+    for each in undo:
+        each()
 
 
 def test_the_callers_own_caches_pass_through(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:

@@ -31,7 +31,7 @@ _DEFAULT_NEW_TOKENS = 20
 """What `generate` makes where nothing says how many: its documented default of max_length."""
 _ROOM_TO_PROPOSE = 64
 """Tokens that assisted decoding may try and throw away; address space, not memory."""
-_OTHER_INPUTS = ("inputs_embeds", "position_ids", "custom_generate", "encoder_outputs", "decoder_input_ids")
+_OTHER_INPUTS = ("inputs_embeds", "position_ids", "custom_generate")
 
 
 @dataclass(slots=True)
@@ -127,8 +127,6 @@ class Sharing:
             try:
                 cache = attach(self._client(), model, input_ids, attention_mask=mask, **options)
             except (DaemonRestarted, ClientClosed):
-                if self._given is not None:
-                    raise
                 # Something of the old session is still open, perhaps a cache that an earlier call returned.
                 self._forget_client()
                 cache = attach(self._client(), model, input_ids, attention_mask=mask, **options)
@@ -234,11 +232,11 @@ def _served_ids(model: PreTrainedModel, inputs: Any, args: tuple[Any, ...], kwar
     return input_ids
 
 
-def _mask_of(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _mask_of(model: PreTrainedModel, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
     """The mask that `generate` will work with: the given one, or what it makes of the padding's token."""
     mask = kwargs.get("attention_mask")
     if mask is not None:
-        return mask if isinstance(mask, torch.Tensor) else None
+        return mask
     padding = setting(model, kwargs, "pad_token_id")
     ends = setting(model, kwargs, "eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,29 +17,31 @@ def wrap_generate(model: PreTrainedModel, around: Around) -> Callable[[], None]:
     """Puts `around` around `model.generate`; what is returned undoes it. A deepcopy of the model has it too.
 
     Where somebody has wrapped it once more since, undoing leaves both in place: `around` must then pass calls on.
+    What is returned does not keep the model alive.
     """
+    reference = weakref.ref(model)
     before = vars(model).get("generate")
+    is_method = isinstance(before, types.MethodType) and isinstance(before.__self__, PreTrainedModel)
+    # Unbound it keeps no model alive, and of a copy it is the copy's own.
+    below = before.__func__ if is_method else before
+
+    def of(model: PreTrainedModel) -> Callable[..., Any]:
+        if below is None:
+            return types.MethodType(type(model).generate, model)
+        found: Callable[..., Any] = types.MethodType(below, model) if is_method else below
+        return found
 
     def generate(self: PreTrainedModel, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return around(self, _bound(before, self), inputs, args, kwargs)
+        return around(self, of(self), inputs, args, kwargs)
 
     # A bound method, so that a deepcopy of the model carries one bound to the copy.
-    ours = model.generate = types.MethodType(generate, model)
+    model.generate = types.MethodType(generate, model)
 
     def undo() -> None:
-        if vars(model).get("generate") is ours:
+        model = reference()
+        if model is not None and getattr(vars(model).get("generate"), "__func__", None) is generate:
             del model.generate
-            if before is not None:
-                model.generate = before
+            if below is not None:
+                model.generate = of(model)
 
     return undo
-
-
-def _bound(before: Any, model: PreTrainedModel) -> Callable[..., Any]:
-    if before is None:
-        return types.MethodType(type(model).generate, model)
-    if isinstance(before, types.MethodType) and isinstance(before.__self__, PreTrainedModel):
-        # Of a copy it is the copy's own, not that of the model it was copied from.
-        return types.MethodType(before.__func__, model)
-    found: Callable[..., Any] = before
-    return found
