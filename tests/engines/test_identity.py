@@ -75,6 +75,32 @@ def test_rope_edited_after_the_model_was_built_counts_as_it_computes() -> None:
 
 
 # case A4
+def test_rope_edited_after_the_namespace_was_known_counts_as_well() -> None:
+    model = tiny_model()
+    before = digest(model)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert digest(model) != before
+
+
+# case A4
+def test_the_scale_that_rope_gives_to_attention_counts() -> None:
+    scaled = tiny_model()
+    scaled.model.rotary_emb.attention_scaling = 2.0
+    assert digest(scaled) != digest(tiny_model())
+
+
+def test_a_model_made_in_inference_mode_has_a_namespace() -> None:
+    with torch.inference_mode():
+        model = tiny_model()
+    assert digest(model) == digest(tiny_model())
+
+
+def test_rope_parameters_of_any_length_fit() -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "notes": ["long"] * 1000}
+    assert digest(tiny_model(rope_parameters=rope)) != digest(tiny_model())
+
+
+# case A4
 def test_a_rope_that_shows_in_its_parameters_only_is_another_namespace() -> None:
     named = tiny_model()
     named.config.rope_parameters = {**named.config.rope_parameters, "attention_factor": 2.0}

@@ -15,6 +15,8 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     JambaConfig,
     JambaForCausalLM,
     Llama4ForCausalLM,
@@ -31,7 +33,7 @@ from transformers import (
 
 from kvd.errors import EngineUnsupported, InvalidLayout
 from kvd_client.engines.transformers import layout_of, namespace
-from tests.engines.tiny import tiny_model
+from tests.engines.tiny import tiny_model, windowed_model
 
 
 def unloaded(model_class: Any, config: Any) -> Any:
@@ -67,6 +69,28 @@ def test_a_model_on_another_device_is_refused() -> None:
         namespace(unloaded(type(tiny_model()), tiny_model().config))
 
 
+# case E2
+def test_a_model_of_which_a_part_is_not_loaded_is_refused() -> None:
+    model = tiny_model()
+    model.model.rotary_emb.to("meta")
+    with pytest.raises(EngineUnsupported, match="cpu, meta"):
+        namespace(model)
+
+
+# case E2
+def test_chunks_are_refused_where_only_their_size_says_so() -> None:
+    """They look like windows to transformers' own cache."""
+    model = windowed_model("mistral")
+    model.config.attention_chunk_size = 16
+    with pytest.raises(EngineUnsupported, match="layer 0"):
+        namespace(model)
+
+
+def test_a_decoder_without_its_head_is_refused() -> None:
+    with pytest.raises(EngineUnsupported, match="does not generate"):
+        namespace(tiny_model().model)
+
+
 def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(EngineUnsupported, match="eval"):
         namespace(tiny_model().train())
@@ -81,6 +105,14 @@ def test_rope_that_depends_on_the_length_is_refused(rope_type: str) -> None:
         namespace(tiny_model(rope_parameters=rope))
 
 
+# case E2
+def test_rope_of_one_kind_of_layers_is_looked_at_too() -> None:
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    rope = {"sliding_attention": plain, "full_attention": plain | {"rope_type": "dynamic", "factor": 2.0}}
+    with pytest.raises(EngineUnsupported, match="dynamic"):
+        namespace(windowed_model("gemma3", rope_parameters=rope))
+
+
 def test_what_is_no_transformers_model_is_refused() -> None:
     with pytest.raises(EngineUnsupported, match="Linear"):
         namespace(torch.nn.Linear(2, 2))
@@ -90,6 +122,11 @@ def test_the_layout_is_the_models_own() -> None:
     layout = layout_of(tiny_model().to(torch.bfloat16))
     assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.dtype) == (2, 2, 16, "bfloat16")
     assert layout.block_nbytes % 4096 == 0
+
+
+def test_a_configuration_without_heads_of_keys_or_their_size_means_one_for_each() -> None:
+    layout = layout_of(GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=64, vocab_size=128)))
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (2, 4, 16)
 
 
 def test_block_tokens_that_give_no_whole_pages_are_refused() -> None:

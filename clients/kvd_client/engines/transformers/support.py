@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvd.errors import EngineUnsupported
-from kvd.layout import ITEMSIZE_BY_DTYPE, KVLayout
+from kvd.layout import KVLayout
 
 UNSTABLE_ROPE_TYPES = frozenset({"dynamic", "longrope"})
 """Their frequencies depend on the longest position seen, so equal tokens may have unequal keys."""
@@ -110,8 +110,8 @@ def _kind_of(layer: Any, declared: str | None) -> str:
 def layout_of(model: PreTrainedModel, block_tokens: int | None = None) -> KVLayout:
     """The layout of the model's KV in the model's own dtype.
 
-    `block_tokens` defaults to the fewest from 16 up that give whole pages. Raises `InvalidLayout` or
-    `EngineUnsupported` (a dtype kvd does not know).
+    `block_tokens` defaults to the fewest from 16 up that give whole pages. Raises `InvalidLayout` (also for
+    a dtype that kvd does not know) or `EngineUnsupported`.
     """
     config = decoder_config(model)
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
@@ -121,10 +121,6 @@ def layout_of(model: PreTrainedModel, block_tokens: int | None = None) -> KVLayo
             raise EngineUnsupported(f"{type(model).__name__} has layers of different {name}: a block has one size")
     num_heads = config.num_attention_heads
     dtype = str(model.dtype).removeprefix("torch.")
-    if dtype not in ITEMSIZE_BY_DTYPE:
-        raise EngineUnsupported(
-            f"{type(model).__name__} computes in {dtype}, not one of {', '.join(ITEMSIZE_BY_DTYPE)}"
-        )
     kv_sizes: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
         "num_kv_heads": getattr(config, "num_key_value_heads", None) or num_heads,
