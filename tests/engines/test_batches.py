@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 import kvd_client
-from kvd.errors import EngineUnsupported, InvalidRequest
+from kvd.errors import ClientClosed, EngineUnsupported, InvalidRequest, SequenceTooLong
 from kvd_client.engines.transformers import attach
 from tests.engines.tiny import batch, greedy, prompt, tiny_model, windowed_model
 
@@ -131,7 +131,9 @@ def test_rows_can_be_chosen_repeated_and_cropped(client: kvd_client.Client, mode
     with attach(client, model, **inputs, salt=salt) as cache:
         generate(model, inputs, cache=cache)
         cache.crop(-10)
+        left_out = cache.rows[1]
         cache.batch_select_indices(torch.tensor([2, 0]))
+        assert left_out.is_closed
         cache.batch_repeat_interleave(2)
         chosen = {name: tensor[[2, 2, 0, 0]] for name, tensor in inputs.items()}
         assert cache.batch_size == 4
@@ -159,7 +161,7 @@ def test_the_mask_is_learned_by_an_empty_cache(client: kvd_client.Client, model:
 
 
 # case E2
-@pytest.mark.parametrize("wrong", ["none", "other padding", "a hole", "padding on the right"])
+@pytest.mark.parametrize("wrong", ["none", "other padding", "a hole", "padding on the right", "fewer rows"])
 def test_another_mask_is_refused_before_anything_is_written(
     client: kvd_client.Client, model: PreTrainedModel, salt: str, wrong: str
 ) -> None:
@@ -172,13 +174,25 @@ def test_another_mask_is_refused_before_anything_is_written(
         mask[1, 40] = 0
     elif wrong == "padding on the right":
         mask[1, -3:] = 0
+    elif wrong == "fewer rows":
+        mask = mask[:2]
     with attach(client, model, **inputs, salt=salt) as cache:
         with torch.no_grad(), pytest.raises(InvalidRequest, match="mask"):
             model(inputs["input_ids"], attention_mask=None if wrong == "none" else mask, cache=cache)
         assert torch.equal(generate(model, inputs, cache=cache), generate(model, inputs))
-    if wrong in {"a hole", "padding on the right"}:
+    if wrong in {"a hole", "padding on the right", "fewer rows"}:
         with pytest.raises(InvalidRequest, match="mask"):
             attach(client, model, inputs["input_ids"], attention_mask=mask, salt=salt)
+
+
+# case E2
+def test_padding_without_positions_is_refused(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    """The model would count columns, and put the keys of a padded row where no other process looks for them."""
+    inputs = batch(*MIXES["three lengths"])
+    with attach(client, model, **inputs, salt=salt) as cache:
+        with torch.no_grad(), pytest.raises(InvalidRequest, match="position_ids"):
+            model(**inputs, cache=cache)
+        assert torch.equal(generate(model, inputs, cache=cache), generate(model, inputs))
 
 
 # case A8
@@ -196,6 +210,80 @@ def test_one_row_with_other_tokens_refuses_the_batch(
         with pytest.raises(EngineUnsupported, match="3 sequences"):
             greedy(model, prompts[1], cache=cache)
         assert torch.equal(generate(model, inputs, cache=cache), generate(model, inputs))
+
+
+# case A8
+def test_a_row_that_holds_more_than_it_is_given_is_refused_before_anything_is_computed(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    inputs = batch(prompt(40, seed=2), prompt(100))
+    warm(client, model, salt, prompt(100))
+    with attach(client, model, **inputs, salt=salt) as cache:
+        held = cache.num_columns
+        with pytest.raises(InvalidRequest, match="only the first 70 are the prompt's"):
+            generate(model, {name: tensor[:, :70] for name, tensor in inputs.items()}, cache=cache)
+        assert cache.num_columns == held
+        assert torch.equal(generate(model, inputs, cache=cache), generate(model, inputs))
+
+
+# case E2
+@pytest.mark.parametrize("mask", ["of four dimensions", "no tensor"])
+def test_a_custom_mask_is_refused_at_once(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str, mask: str
+) -> None:
+    inputs = batch(prompt(20), prompt(30))
+    custom: Any = inputs["attention_mask"][:, None, None]
+    with pytest.raises(EngineUnsupported, match="2D mask"):
+        attach(
+            client,
+            model,
+            inputs["input_ids"],
+            attention_mask=custom if mask == "of four dimensions" else custom.tolist(),
+            salt=salt,
+        )
+
+
+def test_padding_takes_no_room(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    """The last token of all is not computed, so it takes none either."""
+    inputs = {name: tensor[:1] for name, tensor in batch(prompt(40), prompt(100)).items()}
+    with attach(client, model, **inputs, salt=salt, max_tokens=45) as cache:
+        with pytest.raises(SequenceTooLong, match="max_tokens=47"):
+            generate(model, inputs, 7, cache=cache)
+        assert torch.equal(generate(model, inputs, 6, cache=cache), generate(model, inputs, 6))
+
+
+def test_what_needs_one_sequence_is_refused_for_several(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    inputs = batch(*MIXES["three lengths"])
+    with attach(client, model, **inputs, salt=salt) as cache:
+        with pytest.raises(InvalidRequest, match="3 sequences"):
+            _ = cache.sequence
+        with pytest.raises(InvalidRequest, match="3 sequences"):
+            cache.align(prompt())
+        for look in (lambda layer: layer.keys, lambda layer: layer.values):
+            with pytest.raises(EngineUnsupported, match="several tensors"):
+                look(cache.layers[0])
+
+
+def test_a_batch_with_a_closed_row_says_so(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    inputs = batch(*MIXES["three lengths"])
+    with attach(client, model, **inputs, salt=salt) as cache:
+        cache.rows[2].close()
+        with pytest.raises(ClientClosed, match="KvdCache was closed"):
+            generate(model, inputs, cache=cache)
+
+
+def test_a_reset_forgets_what_a_row_had_found_beyond_the_others(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    inputs = batch(prompt(100, seed=2), prompt(100))
+    warm(client, model, salt, prompt(100))
+    with attach(client, model, **inputs, salt=salt) as cache:
+        assert (cache.num_columns, cache.num_cached_tokens) == (0, 96)
+        cache.reset()
+        other = batch(prompt(30, seed=7), prompt(20, seed=8))
+        assert torch.equal(generate(model, other, cache=cache), generate(model, other))
 
 
 class OwnAttention(torch.nn.Module):

@@ -84,10 +84,12 @@ def test_several_sampled_sequences(client: kvd_client.Client, salt: str, where: 
 def test_rows_repeated_by_the_caller_serve_as_well(
     client: kvd_client.Client, model: PreTrainedModel, salt: str
 ) -> None:
-    with attach(client, model, prompt(), salt=salt) as cache:
+    inputs = batch(prompt(30), prompt(50, seed=2))
+    arguments = {"num_beams": 3, "attention_mask": inputs["attention_mask"]}
+    with attach(client, model, **inputs, salt=salt) as cache:
         cache.batch_repeat_interleave(3)
-        found = greedy(model, prompt(), 20, cache=cache, num_beams=3)
-    assert torch.equal(found, greedy(model, prompt(), 20, num_beams=3))
+        found = greedy(model, inputs["input_ids"], 20, cache=cache, **arguments)
+    assert torch.equal(found, greedy(model, inputs["input_ids"], 20, **arguments))
 
 
 # case E3

@@ -51,6 +51,13 @@ def test_nothing_is_published_before_commit_when_told_so(client: kvd_client.Clie
         assert cache.num_cached_tokens == 96
 
 
+def test_a_fork_publishes_no_more_than_what_it_was_forked_from(client: kvd_client.Client, salt: str) -> None:
+    model, input_ids = tiny_model(), prompt()
+    with attach(client, model, input_ids, salt=salt, publish=False) as cache, cache.fork() as fork:
+        greedy(model, input_ids, cache=fork)
+        assert fork.sequence.num_sealed_tokens == 0
+
+
 def test_generated_tokens_are_found_too(client: kvd_client.Client, salt: str) -> None:
     model = tiny_model()
     with attach(client, model, prompt(), salt=salt) as cache:
@@ -166,7 +173,7 @@ def test_a_client_that_was_closed_ends_the_generation(runtime_dir: Any, salt: st
     cache.close()
 
 
-def test_a_generation_ends_well_without_its_daemon(salt: str) -> None:
+def test_a_generation_ends_well_without_its_daemon(salt: str, caplog: pytest.LogCaptureFixture) -> None:
     model, input_ids = tiny_model(), prompt()
     with (
         private_daemon("--memory-budget", "64MiB", "--memory-segment", "4MiB") as daemon,
@@ -187,5 +194,6 @@ def test_a_generation_ends_well_without_its_daemon(salt: str) -> None:
             assert torch.equal(greedy(model, output, 5, cache=fork, **whole), expected)
         assert torch.equal(greedy(model, output, 5, cache=cache, **whole), expected)
         assert isinstance(cache.publish_error, DaemonRestarted)
+        assert caplog.text.count("these blocks are not published") == 1
         with pytest.raises(DaemonRestarted):
             cache.commit()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 import kvd_client
 from kvd.errors import ClientClosed, EngineUnsupported, InvalidRequest, KvdError, SequenceTooLong
@@ -129,7 +129,28 @@ REFUSED: dict[str, tuple[type[KvdError], str, Call]] = {
         "one sequence",
         lambda model, cache: model(prompt()[:, NUM_CACHED:].repeat(2, 1), cache=cache),
     ),
+    "ids without a row": (
+        EngineUnsupported,
+        "one sequence",
+        lambda model, cache: model(prompt()[0, NUM_CACHED : NUM_CACHED + 1], cache=cache),
+    ),
+    "a prompt without a row": (
+        EngineUnsupported,
+        "attach with the whole batch",
+        lambda model, cache: greedy(model, prompt()[0, :1], cache=cache),
+    ),
+    "a position twice": (
+        InvalidRequest,
+        "position ids",
+        lambda model, cache: model(prompt()[:, 96:], cache=cache, position_ids=torch.tensor([[96, 97, 98, 98]])),
+    ),
+    "more positions than tokens": (
+        InvalidRequest,
+        "position ids",
+        lambda model, cache: model(prompt()[:, 96:], cache=cache, position_ids=torch.arange(95, 100)[None]),
+    ),
     "a row there is not": (InvalidRequest, "rows", lambda _, cache: cache.reorder_cache(torch.tensor([1]))),
+    "a row counted from the end": (InvalidRequest, "rows", lambda _, cache: cache.reorder_cache(torch.tensor([-1]))),
     "no row at all": (InvalidRequest, "rows", lambda _, cache: cache.batch_select_indices(torch.tensor([False]))),
     "more beams than rows were made for": (
         EngineUnsupported,
@@ -152,6 +173,16 @@ REFUSED: dict[str, tuple[type[KvdError], str, Call]] = {
         EngineUnsupported,
         "use_cache",
         lambda model, cache: greedy(model, prompt(), cache=cache, use_cache=False),
+    ),
+    "no use of the cache, by configuration": (
+        EngineUnsupported,
+        "use_cache",
+        lambda model, cache: model.generate(prompt(), cache=cache, generation_config=GenerationConfig(use_cache=False)),
+    ),
+    "more than the cache may hold, behind new tokens only": (
+        SequenceTooLong,
+        "max_tokens=2100",
+        lambda model, cache: greedy(model, prompt()[:, 96:], 2000, cache=cache, attention_mask=ones(100)),
     ),
     "more tokens than the cache may hold": (
         SequenceTooLong,
@@ -280,6 +311,20 @@ def test_aligning_leaves_one_token_to_compute(warm: KvdCache, model: PreTrainedM
     output = greedy(model, prompt(), cache=warm)
     assert warm.align(output[0, :50].tolist()) == 49
     assert torch.equal(greedy(model, output[:, :50], cache=warm), greedy(model, output[:, :50]))
+    assert warm.align([]) == warm.get_seq_length() == 0
+
+
+def test_what_was_found_and_cut_off_counts_no_more(warm: KvdCache) -> None:
+    warm.crop(-50)
+    assert warm.num_cached_tokens == 46
+    warm.close()
+    assert warm.num_cached_tokens == 0
+
+
+def test_a_copy_of_what_holds_a_cache_twice_holds_one_fork_twice(warm: KvdCache) -> None:
+    one, other = copy.deepcopy([warm, warm])
+    assert one is other is not warm
+    one.close()
 
 
 def test_a_reset_cache_is_empty(warm: KvdCache, model: PreTrainedModel) -> None:

@@ -33,6 +33,7 @@ _FOREIGN_MODEL = (
     "this KvdCache belongs to another model, or the model's own forward was bypassed: attach one cache for each model "
     "and call the model itself"
 )
+_HALF_WAY = -1
 _log = logging.getLogger(__name__)
 
 
@@ -107,7 +108,7 @@ class KvdCache(Cache):  # type: ignore[misc]
         self._publish = publish
         self._model = model
         self._step: _Step | None = None
-        self._num_columns = max(0, min(row.num_padding + row.num_tokens for row in rows))
+        self._num_columns = min(row.num_padding + row.num_tokens for row in rows)
         self._layer_columns = [self._num_columns] * layout.num_layers
         self._num_cached_tokens = sum(row.sequence.num_cached_tokens for row in rows)
         self._device = rows[0].device
@@ -195,7 +196,9 @@ class KvdCache(Cache):  # type: ignore[misc]
         for row, ids in zip(self.rows, input_ids.tolist(), strict=True):
             known, own = row.token_ids, ids[row.num_padding :]
             num_held = row.num_tokens
-            matching = next((at for at in range(min(num_held, len(own))) if known[at] != own[at]), num_held)
+            matching = next(
+                (at for at in range(min(num_held, len(own))) if known[at] != own[at]), min(num_held, len(own))
+            )
             if matching < num_held:
                 raise InvalidRequest(
                     f"this KvdCache holds other tokens than input_ids: the sequence holds {num_held} tokens; only the "
@@ -233,7 +236,7 @@ class KvdCache(Cache):  # type: ignore[misc]
             raise InvalidRequest(
                 "an earlier forward pass over this KvdCache stopped half way; close it and attach again"
             )
-        if not start and not any(row.num_tokens or row.token_ids for row in self.rows):
+        if not start and not any(row.token_ids for row in self.rows):
             self._adopt_padding(mask)
         paddings = [row.num_padding for row in self.rows]
         check_mask(mask, paddings, stop)
@@ -273,12 +276,13 @@ class KvdCache(Cache):  # type: ignore[misc]
         for index, columns in enumerate(self._layer_columns):
             if columns != step.stop:
                 raise EngineUnsupported(f"the forward pass did not use layer {index} of the cache")
-        self._num_columns = step.stop
         row_s = (time.monotonic() - step.began_s) / len(self.rows)
         for row, ids in zip(self.rows, step.new_ids, strict=True):
             if ids:
                 row.add_tokens(ids)
             row.computed(min(step.stop - step.start, row.num_tokens), row_s)
+        # Not before every token has its name, or those that follow would get the names of others.
+        self._num_columns = step.stop
         if not self._is_recording:
             self._publish_blocks()
 
@@ -309,6 +313,8 @@ class KvdCache(Cache):  # type: ignore[misc]
         require_shape(self._layout, keys, values, num_rows=len(self.rows), device=self._device)
         if self._layer_columns[index] != step.start or keys.shape[2] != step.stop - step.start:
             raise EngineUnsupported(f"layer {index} wrote twice, or other tokens than the pass was given")
+        # Until all rows have it: what stops in between must not pass for a layer that has none of this step.
+        self._layer_columns[index] = _HALF_WAY
         for number, row in enumerate(self.rows):
             first_new = row.num_padding + row.num_tokens_in(index) - step.start
             if first_new < keys.shape[2]:
@@ -331,7 +337,7 @@ class KvdCache(Cache):  # type: ignore[misc]
             [
                 RowParts(
                     row_parts,
-                    first_query=min(max(0, row.num_padding - step.start), step.stop - step.start),
+                    first_query=max(0, row.num_padding - step.start),
                     first_column=max(0, row.num_padding - first_column),
                 )
                 for row, row_parts in zip(self.rows, parts, strict=True)
@@ -358,7 +364,7 @@ class KvdCache(Cache):  # type: ignore[misc]
             )
         if tokens_to_remove:
             for row in self.rows:
-                row.truncate(min(row.num_tokens, max(0, num_left - row.num_padding)))
+                row.truncate(max(0, num_left - row.num_padding))
             self._num_columns = num_left
             self._layer_columns = [num_left] * len(self._layer_columns)
         # What assisted decoding proposed and threw away is cut off by now.
@@ -429,8 +435,6 @@ class KvdCache(Cache):  # type: ignore[misc]
         """All or nothing. Raises `InvalidRequest` for a row there is not, or none at all."""
         if not wanted or not all(0 <= number < len(self.rows) for number in wanted):
             raise InvalidRequest(f"rows {wanted} of {len(self.rows)}")
-        if wanted == list(range(len(self.rows))):
-            return
         again = [place for place, number in enumerate(wanted) if number in wanted[:place]]
         forks = _forked(self.rows, [wanted[place] for place in again])
         picked = [self.rows[number] for number in wanted]
@@ -446,7 +450,7 @@ class KvdCache(Cache):  # type: ignore[misc]
         tokens stay; and that first step is given the whole prompt, of which the cached part is cut off again.
         """
         self._is_recording = True
-        self._cuts_next_input = self._num_columns > 0
+        self._cuts_next_input = True
 
     def end_recording(self) -> None:
         """After `generate`: back to publishing step by step."""

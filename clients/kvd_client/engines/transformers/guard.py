@@ -133,7 +133,7 @@ def _cache_in(arguments: Mapping[str, Any]) -> KvdCache | None:
 def _without_cached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The first step of assisted decoding without the columns that the cache holds."""
     cache = _cache_in(kwargs)
-    if cache is None or cache.is_closed:
+    if cache is None:
         return None
     input_ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
     num_cut = cache.num_columns_to_cut(positions)
@@ -181,7 +181,7 @@ def _check_prompt(model: PreTrainedModel, cache: KvdCache, input_ids: Any, kwarg
     cache.require_open()
     if input_ids is None:
         raise EngineUnsupported("generate over a KvdCache needs input_ids, to compare them with the cached tokens")
-    if kwargs.get("use_cache") is False:
+    if setting(model, kwargs, "use_cache") is False:
         raise EngineUnsupported("use_cache=False and a KvdCache exclude each other; leave one of them out")
     wanted = max(setting(model, kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
     num_rows: int = len(cache.rows)
@@ -195,7 +195,7 @@ def _check_prompt(model: PreTrainedModel, cache: KvdCache, input_ids: Any, kwarg
     if num_rows == num_wanted:
         # The caller repeated the rows himself, or nobody needs to.
         input_ids = input_ids.repeat_interleave(wanted, dim=0)
-        mask = mask.repeat_interleave(wanted, dim=0) if mask is not None and mask.dim() == 2 else mask
+        mask = mask.repeat_interleave(wanted, dim=0) if mask is not None else None
     num_ids = input_ids.shape[1]
     if mask is None or mask.shape[-1] == num_ids:
         # transformers takes these ids for the whole sequence and cuts off as many of them as the cache holds.

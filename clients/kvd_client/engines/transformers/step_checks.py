@@ -22,24 +22,24 @@ def check_tokens(row: CachedRow, ids: list[int], start: int, stop: int, *, may_g
     num_known = len(known)
     if row.num_tokens < first:
         raise InvalidRequest("an earlier forward pass over this KvdCache stopped half way; close it and attach again")
+    # What is held has names, so first <= num_known from here on.
     if first < num_known < last and not may_go_on:
         # A whole prompt fed to a cache that holds its beginning would end here too.
         raise InvalidRequest(
             f"{last - first} tokens were passed, but {first} of the prompt's {num_known} are cached: "
             f"{num_known - first} are left to compute"
         )
-    if known[first:last] != real[: max(0, num_known - first)]:
+    if known[first:last] != real[: num_known - first]:
         raise InvalidRequest(f"the tokens at {first}..{last} are not those this KvdCache was attached for")
-    return real[max(0, num_known - first) :]
+    return real[num_known - first :]
 
 
 def padding_of(mask: Any, num_rows: int) -> list[int]:
     """How many columns at the left of each row a mask [rows, n] hides; none without a mask."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != num_rows:
         return [0] * num_rows
-    seen = mask.bool()
-    first = seen.int().argmax(dim=1)
-    return [int(place) if bool(row.any()) else 0 for place, row in zip(first, seen, strict=True)]
+    padding: list[int] = mask.bool().int().argmax(dim=1).tolist()
+    return padding
 
 
 def check_mask(mask: Any, paddings: Sequence[int], num_columns: int) -> None:
@@ -59,7 +59,7 @@ def check_mask(mask: Any, paddings: Sequence[int], num_columns: int) -> None:
             f"of the whole sequence, or none"
         )
     expected = torch.arange(num_columns, device=mask.device) >= torch.tensor(paddings, device=mask.device)[:, None]
-    if mask.shape[0] != len(paddings) or not torch.equal(mask.bool(), expected):
+    if not torch.equal(mask.bool(), expected):
         raise InvalidRequest(
             "the attention mask hides tokens, or other padding than this KvdCache was attached with: only padding on "
             "the left, the same at every step, leaves the tokens' KV as it is"
@@ -67,8 +67,16 @@ def check_mask(mask: Any, paddings: Sequence[int], num_columns: int) -> None:
 
 
 def check_positions(positions: torch.Tensor | None, paddings: Sequence[int], start: int, stop: int) -> None:
-    """Raises `InvalidRequest` unless each row's tokens count up from 0; padding may have any position."""
+    """Raises `InvalidRequest` unless each row's tokens count up from 0; padding may have any position.
+
+    Without positions a model counts columns, which is right where nothing is padded.
+    """
     if positions is None:
+        if any(paddings):
+            raise InvalidRequest(
+                "the rows of this KvdCache are padded: pass position_ids that count each row's tokens from 0, as "
+                "generate makes them, or their keys would be put at the places of columns"
+            )
         return
     columns = torch.arange(start, stop, device=positions.device)
     expected = columns - torch.tensor(paddings, device=positions.device)[:, None]
