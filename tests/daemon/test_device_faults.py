@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvd.errors import BY_CODE
-from kvd.protocol.replies import Begun, CacheOpened, Failed, Reserved
+from kvd.protocol.replies import Begun, CacheOpened, Failed, Reserved, Sealed
 from kvd.protocol.requests import Begin, OpenCache, Release, Reserve, Seal, Spill
 from kvd.protocol.session import Welcome
-from kvd.protocol.wire import unpack_block_ids
+from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from tests.daemon.test_device_pools import DEVICE, LARGE
 from tests.daemon.test_device_tiers import HOST_TIER, words
 from tests.fakecuda.machine import MIB, P40, FakeMachine
@@ -51,13 +52,17 @@ def compute(client: DeviceClient, cache: int, prompt: list[str]) -> int:
     blocks = list(unpack_block_ids(begun.blocks))
     cached = blocks[: begun.num_cached]
     assert [client.read_block(block) for block in cached] == [content(word) for word in prompt[: len(cached)]]
-    missing = prompt[begun.num_cached :]
-    for block, word in zip(blocks[begun.num_cached :], missing, strict=True):
+    missing, written = prompt[begun.num_cached :], blocks[begun.num_cached :]
+    for block, word in zip(written, missing, strict=True):
         client.write_block(block, content(word))
-    written = begun.blocks[4 * begun.num_cached :]
-    if missing and ask(client, Seal, cache, written, hashes(*missing)) is None:
-        client.ask(Release, cache, reserved=written, ack=True)
-        blocks = cached
+    blocks = cached
+    if missing:
+        sealed: Sealed | None = ask(client, Seal, cache, begun.blocks[4 * begun.num_cached :], hashes(*missing))
+        standing = [] if sealed is None else list(unpack_block_ids(sealed.blocks))
+        # Where a later part of the prompt was still there, that block stands, and ours goes back.
+        spare = [own for own, other in zip_longest(written, standing) if own != other]
+        client.ask(Release, cache, reserved=pack_block_ids(spare), ack=True)
+        blocks = [*cached, *standing]
     client.release(cache, blocks)
     return begun.num_cached
 
@@ -73,29 +78,38 @@ def takes_over(client: DeviceClient, cache: int) -> bool:
     return isinstance(reply, Reserved)
 
 
-def day(daemon: Daemon) -> None:
-    """What clients do to a daemon: compute, copy down, make it forget, find again, on the card and beside it."""
+def copy_down(client: DeviceClient) -> None:
+    """All there is, as far as the card gives it."""
+    with contextlib.suppress(AssertionError):
+        eventually(lambda: client.ask(Spill).num_left == 0 or client.status().memory.state == "lost")
+
+
+def day(daemon: Daemon) -> list[int]:
+    """What clients do to a daemon: compute, copy down, make it forget, find again, on the card and beside it.
+
+    Returns how many blocks of each prompt were found where all went well.
+    """
+    found = []
     with DeviceClient(daemon.folder) as on_card, DeviceClient(daemon.folder) as staged:
         if (opened := open_cache(on_card)) is not None:
-            compute(on_card, opened.cache, words("first", 300))
-            for _ in range(20):
-                if on_card.ask(Spill).num_left == 0:
-                    break
-            compute(on_card, opened.cache, words("second", 700))
-            compute(on_card, opened.cache, words("first", 300))
+            # The card has room for 1024 blocks.
+            for prompt in (words("first", 300), words("second", 900), words("first", 300)):
+                found.append(compute(on_card, opened.cache, prompt))
+                copy_down(on_card)
         if (opened := open_cache(staged, staged=True)) is not None:
-            compute(staged, opened.cache, words("second", 50))
-            compute(staged, opened.cache, words("third", 50))
+            found.append(compute(staged, opened.cache, words("second", 50)))
+            found.append(compute(staged, opened.cache, words("third", 50)))
         if (opened := open_cache(on_card, layout=LARGE)) is not None:
             # Copies may hold a block of every segment for a moment.
             with contextlib.suppress(AssertionError):
-                eventually(lambda: takes_over(on_card, opened.cache), 3.0)
+                eventually(lambda: takes_over(on_card, opened.cache))
         on_card.check()
         assert on_card.status().memories
+    return found
 
 
 def run(tmp_path: Path, machine: FakeMachine, rules: str, **memory: Any) -> Daemon:
-    """A whole life of a daemon to whose driver this happens."""
+    """A whole life of a daemon to whose driver this happens; fails where it does not happen."""
     daemon = Daemon(
         tmp_path / "run",
         environ={**machine.environ, "KVD_FAKECUDA_FAIL": rules},
@@ -110,6 +124,14 @@ def run(tmp_path: Path, machine: FakeMachine, rules: str, **memory: Any) -> Daem
         },
         tiers=HOST_TIER,
     )
+    live(daemon)
+    first_rule = rules.replace("+", "")
+    assert machine.fired()[:1] == [first_rule], "the call that was to fail was never made"
+    return daemon
+
+
+def live(daemon: Daemon) -> None:
+    """It does its work and stops, or does not start: whichever it is, cleanly."""
     try:
         daemon.start()
     except AssertionError:
@@ -117,14 +139,18 @@ def run(tmp_path: Path, machine: FakeMachine, rules: str, **memory: Any) -> Daem
         assert daemon.process.wait() in {5, 11}, daemon.log()
         errors = [line for line in daemon.log().splitlines() if line.startswith("ERROR")]
         assert len(errors) == 1, daemon.log()
-        return daemon
+        return
     try:
         day(daemon)
         assert daemon.is_alive
     finally:
         assert daemon.stop() == 0, daemon.log()
     assert "Traceback" not in daemon.log()
-    return daemon
+
+
+def test_a_day_without_a_fault_finds_again_what_had_to_go(tmp_path: Path, machine: FakeMachine) -> None:
+    with running_daemon(tmp_path, machine=machine, budget=2 * SEGMENT, segment=SEGMENT, tiers=HOST_TIER) as daemon:
+        assert day(daemon) == [0, 0, 300, 50, 0]
 
 
 CALLS = [
