@@ -13,8 +13,8 @@ from kvd.memory.device_copies import CopyEngine
 from kvd.memory.device_segment import DeviceSegment
 from kvd.memory.device_stock import MIN_SEGMENT_NBYTES, DeviceStock
 from kvd.memory.making import Prefault
-from kvd.memory.page_lock import SegmentLocks
 from kvd.memory.segment import HostSegment
+from kvd.memory.segment_locks import SegmentLocks
 
 _log = logging.getLogger(__name__)
 

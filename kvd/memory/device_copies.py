@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvd.cuda import Context, Stream, address_of
+from kvd.cuda.page_lock import StagingMemory
 from kvd.errors import CudaError, CudaMisuse
 from kvd.memory.device_segment import DeviceSegment
-from kvd.memory.page_lock import StagingMemory
 
 DEFAULT_LANE_NBYTES = 32 << 20
 _ALIGNMENT = 4096

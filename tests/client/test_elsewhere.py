@@ -14,10 +14,11 @@ from kvd_client import aio
 from kvd_client.memory import copied_storage, laying_out
 from kvd_client.memory.compute_device import device_name, is_elsewhere
 from kvd_client.memory.copied_storage import CopiedStorage
+from kvd_client.memory.device_views import card_of, find_torch_device
 from kvd_client.session import opened_cache
 from tests.client.homes import let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds
-from tests.fakecuda.machine import FakeMachine
+from tests.fakecuda.machine import P40, RTX_3050, FakeMachine
 from tests.support.daemon import Daemon
 from tests.support.wait import eventually
 
@@ -255,3 +256,16 @@ def test_a_commit_waits_for_who_wrote(
         fill(seq, [*PROMPT, *[4] * 12])
         seq.commit(stream=SimpleNamespace(synchronize=lambda: order.append("commit")))
         assert order[2:] == ["commit", "stored"]
+
+
+def test_a_card_is_known_by_its_uuid_whatever_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch prints them without the GPU- that the driver's tools put before."""
+    numbers = [one.uuid.removeprefix("GPU-").upper() for one in (RTX_3050, P40)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=numbers[index]))
+    find_torch_device.cache_clear()
+    found = [find_torch_device(uuid) for uuid in (P40.uuid, RTX_3050.uuid, P40.uuid.replace("a0b1", "ffff"))]
+    find_torch_device.cache_clear()
+    assert found == ["cuda:1", "cuda:0", None]
+    assert card_of(1) == P40.uuid

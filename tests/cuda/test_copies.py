@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.cuda import Context, address_of
+from kvd.cuda.page_lock import PageLock, StagingMemory
 from kvd.errors import CudaDeviceLost, CudaError, CudaMisuse
 from kvd.memory.device_copies import CopyEngine
 from kvd.memory.device_segment import DeviceSegment
-from kvd.memory.page_lock import PageLock, SegmentLocks, StagingMemory
 from kvd.memory.segment import HostSegment
+from kvd.memory.segment_locks import SegmentLocks
 from tests.fakecuda.machine import MIB, FakeMachine
 
 BLOCK = 64 << 10

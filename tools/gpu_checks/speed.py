@@ -12,9 +12,9 @@ from functools import partial
 from gpu_checks.bench import MIB, Bench
 from gpu_checks.table import Row, Verdict, expect
 from kvd.cuda import address_of
+from kvd.cuda.page_lock import PageLock
 from kvd.memory.device_copies import CopyEngine
 from kvd.memory.device_segment import DeviceSegment
-from kvd.memory.page_lock import PageLock
 
 BLOCK_NBYTES = 2 * MIB
 NUM_BLOCKS = 32

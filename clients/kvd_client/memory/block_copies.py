@@ -1,24 +1,25 @@
 """Runs of shared blocks in host memory, copied to and from tensors of any strides on any device.
 
-By preadv and pwritev on the segments' descriptors, in pieces, through memory of this process. Each copy is complete
-when the call returns: torch waits for one between a card and host memory unless told otherwise.
+By preadv and pwritev on the segments' descriptors, in pieces, through memory of this process (`scratch`). Each copy is
+complete when the call returns: torch waits for one between a card and host memory unless told otherwise.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from kvd.errors import StateError
 from kvd.layout import KVLayout
+from kvd_client.memory.device_views import card_of
+from kvd_client.memory.scratch import SCRATCH_NBYTES, scratch_of
 from kvd_client.memory.segments import Run
 from kvd_client.memory.tensors import import_torch
 
 if TYPE_CHECKING:
     import torch
-
-_SCRATCH_NBYTES = 8 << 20
 
 
 def load_blocks(layout: KVLayout, run: Run, tokens: torch.Tensor) -> None:
@@ -48,13 +49,19 @@ def _by_scratch(
     move: Callable[[torch.Tensor, torch.Tensor, memoryview, int], None],
 ) -> None:
     block_nbytes, block_tokens = layout.block_nbytes, layout.block_tokens
-    step = max(1, min(run.num_blocks, _SCRATCH_NBYTES // block_nbytes))
-    scratch = bytearray(step * block_nbytes)
-    for done in range(0, run.num_blocks, step):
-        count = min(step, run.num_blocks - done)
-        buffer = memoryview(scratch)[: count * block_nbytes]
-        part = tokens[done * block_tokens : (done + count) * block_tokens]
-        move(_token_major(layout, buffer), part, buffer, run.offset + done * block_nbytes)
+    step = max(1, min(run.num_blocks, SCRATCH_NBYTES // block_nbytes))
+    with _scratch_beside(tokens, step * block_nbytes) as scratch:
+        for done in range(0, run.num_blocks, step):
+            count = min(step, run.num_blocks - done)
+            buffer = scratch[: count * block_nbytes]
+            part = tokens[done * block_tokens : (done + count) * block_tokens]
+            move(_token_major(layout, buffer), part, buffer, run.offset + done * block_nbytes)
+
+
+def _scratch_beside(tokens: torch.Tensor, nbytes: int) -> AbstractContextManager[memoryview]:
+    if tokens.is_cuda:
+        return scratch_of(card_of(tokens.get_device())).lent(nbytes)
+    return nullcontext(memoryview(bytearray(nbytes)))
 
 
 def token_bytes(layout: KVLayout, tokens: torch.Tensor) -> memoryview:

@@ -123,8 +123,13 @@ def find_torch_device(device_uuid: str) -> str | None:
     module = import_torch()
     if not module.cuda.is_available():
         return None
-    wanted = uuid.UUID(device_uuid.removeprefix("GPU-"))
     for index in range(module.cuda.device_count()):
-        if uuid.UUID(str(module.cuda.get_device_properties(index).uuid).removeprefix("GPU-")) == wanted:
+        if card_of(index) == device_uuid:
             return f"cuda:{index}"
     return None
+
+
+def card_of(index: int) -> str:
+    """The UUID, as `Device` has it, of the card that torch numbers so in this process."""
+    number = str(import_torch().cuda.get_device_properties(index).uuid).removeprefix("GPU-")
+    return f"GPU-{uuid.UUID(number)}"

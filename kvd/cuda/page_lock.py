@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import mmap
-import threading
 from types import TracebackType
 from typing import Self
 
-from kvd.cuda import Context, address_of
+from kvd.cuda.buffers import address_of
+from kvd.cuda.context import Context
 from kvd.errors import CudaDeviceLost, CudaError, CudaMisuse
-from kvd.memory.segment import HostSegment
 
 LOCK_STEP_NBYTES = 1 << 30
 """The driver holds locks of the whole machine while it pins: never for more than this in one call."""
 _log = logging.getLogger(__name__)
 _still_locked: list[mmap.mmap | memoryview] = []
-"""Memory that the driver did not unlock: a copy may still come, so it stays mapped until the end of the process."""
+
+
+def keep_mapped(memory: mmap.mmap | memoryview) -> None:
+    """The driver did not unlock it: a copy may still come, so it stays mapped until the end of the process."""
+    _still_locked.append(memory)
 
 
 class PageLock:
@@ -60,49 +63,6 @@ class PageLock:
         self.close()
 
 
-class SegmentLocks:
-    """Host segments that are page-locked for one card, so that blocks are copied straight between them and the card.
-
-    Used from any thread. All of it is undone before the context goes.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._excluding = threading.Lock()
-        self._locks: dict[int, tuple[PageLock, memoryview]] = {}
-        self._told = False
-
-    def lock(self, segment: HostSegment) -> None:
-        """Maps the segment and locks it. Never raises: copies then take longer, and the log says so once."""
-        view = segment.view(0, segment.nbytes)
-        try:
-            lock = PageLock(self._context, address_of(view), segment.nbytes)
-        except CudaError as error:
-            view.release()
-            if not self._told:
-                _log.warning("host pools beside the card are not page-locked, copies take longer: %s", error)
-            self._told = True
-            return
-        with self._excluding:
-            self._locks[id(segment)] = lock, view
-        segment.before_unmap = lambda: self._unlock(id(segment))
-
-    def close(self) -> None:
-        """Unlocks all there are. Never raises; idempotent."""
-        for key in list(self._locks):
-            self._unlock(key)
-
-    def _unlock(self, key: int) -> None:
-        with self._excluding:
-            lock, view = self._locks.pop(key, (None, None))
-        if lock is None or view is None:
-            return
-        if lock.close():
-            view.release()
-        else:
-            _still_locked.append(view)  # the mapping stays with it
-
-
 class StagingMemory:
     """Host memory of our own for copies: page-locked where the driver allows it, else plain; `unlocked` says why."""
 
@@ -130,4 +90,4 @@ class StagingMemory:
         """Unlocks it; it is unmapped with the last view. Idempotent."""
         mapping, self._mapping = self._mapping, None
         if self._lock is not None and not self._lock.close() and mapping is not None:
-            _still_locked.append(mapping)
+            keep_mapped(mapping)
