@@ -87,6 +87,9 @@ def test_rows_repeated_by_the_caller_serve_as_well(
     inputs = batch(prompt(30), prompt(50, seed=2))
     arguments = {"num_beams": 3, "attention_mask": inputs["attention_mask"]}
     with attach(client, model, **inputs, salt=salt) as cache:
+        greedy(model, inputs["input_ids"], 1, cache=cache, attention_mask=inputs["attention_mask"])
+    with attach(client, model, **inputs, salt=salt) as cache:
+        assert cache.num_columns > 0
         cache.batch_repeat_interleave(3)
         found = greedy(model, inputs["input_ids"], 20, cache=cache, **arguments)
     assert torch.equal(found, greedy(model, inputs["input_ids"], 20, **arguments))

@@ -154,6 +154,20 @@ def test_a_step_too_long_for_one_row_is_written_in_none(
 
 
 # case E2
+def test_a_hole_in_a_chunk_still_to_come_is_refused_before_the_first(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    with attach(client, model, prompt(), salt=salt) as cache:
+        greedy(model, prompt(), 1, cache=cache)
+    mask = torch.ones(1, 100, dtype=torch.long)
+    mask[0, 99] = 0
+    with attach(client, model, prompt(), salt=salt) as cache:
+        with pytest.raises(InvalidRequest, match="hides tokens"):
+            greedy(model, prompt(), cache=cache, attention_mask=mask, prefill_chunk_size=2)
+        assert cache.get_seq_length() == 96
+
+
+# case E2
 def test_a_cache_closed_in_the_middle_of_a_pass_ends_it(cache: KvdCache, model: PreTrainedModel) -> None:
     with before_layer(model, 1, cache.close), pytest.raises(ClientClosed):
         model(prompt()[:, :20], cache=cache)

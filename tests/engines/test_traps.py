@@ -321,12 +321,6 @@ def test_what_was_found_and_cut_off_counts_no_more(warm: KvdCache) -> None:
     assert warm.num_cached_tokens == 0
 
 
-def test_a_copy_of_what_holds_a_cache_twice_holds_one_fork_twice(warm: KvdCache) -> None:
-    one, other = copy.deepcopy([warm, warm])
-    assert one is other is not warm
-    one.close()
-
-
 def test_a_reset_cache_is_empty(warm: KvdCache, model: PreTrainedModel) -> None:
     warm.reset()
     other = prompt(seed=4)

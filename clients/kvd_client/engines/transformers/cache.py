@@ -196,9 +196,8 @@ class KvdCache(Cache):  # type: ignore[misc]
         for row, ids in zip(self.rows, input_ids.tolist(), strict=True):
             known, own = row.token_ids, ids[row.num_padding :]
             num_held = row.num_tokens
-            matching = next(
-                (at for at in range(min(num_held, len(own))) if known[at] != own[at]), min(num_held, len(own))
-            )
+            num_common = min(num_held, len(own))
+            matching = next((at for at in range(num_common) if known[at] != own[at]), num_common)
             if matching < num_held:
                 raise InvalidRequest(
                     f"this KvdCache holds other tokens than input_ids: the sequence holds {num_held} tokens; only the "
@@ -306,7 +305,6 @@ class KvdCache(Cache):  # type: ignore[misc]
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes the step's keys and values [rows, num_kv_heads, n, head_dim] of one layer."""
-        self.require_open()
         step = self._step
         if step is None:
             raise EngineUnsupported(_FOREIGN_MODEL)
@@ -375,14 +373,11 @@ class KvdCache(Cache):  # type: ignore[misc]
         many tokens are left. For a conversation whose next turn renders the earlier ones a little differently.
         """
         ids = torch.as_tensor(input_ids).reshape(-1).tolist()
-        known = self.sequence.token_ids[: self._num_columns] if len(self.rows) == 1 else self._one_row_only()
+        known = self.sequence.token_ids[: self._num_columns]
         longest = min(len(known), len(ids) - 1)
         num_left = next((at for at in range(longest) if known[at] != ids[at]), max(0, longest))
         self.crop(num_left - self._num_columns)
         return num_left
-
-    def _one_row_only(self) -> NoReturn:
-        raise InvalidRequest(f"this KvdCache holds {len(self.rows)} sequences; align one at a time")
 
     def reset(self) -> None:
         """Removes every token, and forgets the padding."""
@@ -410,8 +405,7 @@ class KvdCache(Cache):  # type: ignore[misc]
         return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KvdCache:
-        memo[id(self)] = copy = self.fork()
-        return copy
+        return self.fork()
 
     def __reduce__(self) -> NoReturn:
         raise EngineUnsupported(
