@@ -16,6 +16,7 @@ from kvd_client.engines.vllm.names import Variant
 from kvd_client.engines.vllm.support import layout_of, require_supported
 from tests.vllm import configs
 
+HAS_TILES = bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 ROPE = {"rope_type": "yarn", "factor": 2.0}
 
 
@@ -71,17 +72,27 @@ def test_what_decides_where_a_number_lies_in_a_block_names_it(folder):  # case A
     assert len({str(namespace(folder, cache=cache)) for cache in [plain, *others]}) == 5
 
 
-def test_another_version_of_vllm_or_kernels_for_other_instructions_name_it(folder, monkeypatch):
-    names = {namespace(folder)}
-    monkeypatch.setattr(identity.vllm, "__version__", "0.0.1")
-    names.add(namespace(folder))
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NONE")
-    names.add(namespace(folder))
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "other", raising=False)
-    names.add(namespace(folder))
-    monkeypatch.setattr(identity.platform, "machine", lambda: "other")
-    names.add(namespace(folder))
-    assert len(names) in {4, 5}  # this machine may have those tiles
+@pytest.mark.parametrize(
+    ("owner", "name", "other"),
+    [
+        (identity.vllm, "__version__", "0.0.1"),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "NONE"),
+        (torch.cpu, "_is_amx_tile_supported", lambda: not HAS_TILES),
+        (identity.platform, "machine", lambda: "other"),
+    ],
+    ids=["vllm", "instructions", "tiles", "machine"],
+)
+def test_another_version_of_vllm_or_kernels_for_other_instructions_name_it(folder, monkeypatch, owner, name, other):
+    before = namespace(folder)
+    monkeypatch.setattr(owner, name, other, raising=False)
+    assert namespace(folder) != before
+
+
+def test_blocks_of_vllm_that_make_up_the_same_block_in_another_way_name_it(folder):
+    small = {"layers": ["one"], "num_kv_heads": 1}
+    one, other = (configs.kv_cache(block_size=size, **small) for size in (16, 32))
+    assert layout_of(one) == layout_of(other)
+    assert namespace(folder, cache=one) != namespace(folder, cache=other)
 
 
 def test_what_decides_nothing_does_not_name_it(folder):
@@ -103,7 +114,7 @@ def test_every_byte_of_the_weights_and_every_file_beside_them_name_it(folder):  
     names.add(namespace(folder))
     (folder / "consolidated.safetensors").write_bytes(b"more")
     names.add(namespace(folder))
-    (folder / "consolidated.safetensors").rename(folder / "renamed.safetensors")
+    (folder / "consolidated.safetensors").rename(folder / "last.safetensors")
     names.add(namespace(folder))
     assert len(names) == 4
 

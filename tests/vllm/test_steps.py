@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -26,7 +28,9 @@ STEP_S = 0.5
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory):
-    with running_daemon(tmp_path_factory.mktemp("steps"), budget="32MiB", segment="1MiB") as daemon:
+    with running_daemon(
+        tmp_path_factory.mktemp("steps"), budget="32MiB", segment="1MiB", memory={"checksums": True}
+    ) as daemon:
         yield daemon
 
 
@@ -153,11 +157,21 @@ def test_a_request_of_embeddings_is_neither_looked_for_nor_saved(scheduler):
 def test_what_others_have_is_found_but_for_the_last_token(scheduler, make_worker):  # case A7
     store(make_worker, 128)
     for number, (num_tokens, num_computed, found) in enumerate(
-        [(128, 0, 96), (129, 0, 128), (200, 0, 128), (200, 32, 96), (200, 128, 0), (32, 0, 0)]
+        [(128, 0, 96), (129, 0, 128), (200, 0, 128), (200, 32, 96), (200, 128, 0), (300, 160, 0), (32, 0, 0)]
     ):
         assert scheduler.num_matched(request(num_tokens, request_id=str(number)), num_computed) == found
     assert scheduler.num_matched(request(200, request_id="told not to", skip_reading_prefix_cache=True), 0) == 0
     assert scheduler.num_matched(request(200, request_id="salted", cache_salt="a"), 0) == 0
+
+
+def test_the_daemon_is_not_asked_where_it_cannot_help(names, tmp_path):
+    settings = Settings(runtime_dir=str(tmp_path))
+    scheduler = SchedulerSide(names, settings, block_size=BLOCK_SIZE)
+    for number, (num_tokens, num_computed) in enumerate([(32, 0), (128, 96), (150, 128)]):
+        assert scheduler.num_matched(request(num_tokens, request_id=str(number)), num_computed) == 0
+    assert not scheduler.faults
+    assert scheduler.num_matched(request(150), 96) == 0
+    assert sum(scheduler.faults.values()) == 1
 
 
 def test_an_answer_is_asked_for_again_when_it_is_old(scheduler, make_worker, clock):
@@ -180,12 +194,24 @@ def test_a_load_is_tried_once_until_the_request_is_preempted(scheduler, make_wor
     assert scheduler.num_matched(one, 32) == 96
 
 
-def test_what_came_from_kvd_is_not_saved_and_what_did_not_come_is(scheduler, make_worker):
+def test_what_came_from_kvd_is_not_saved(scheduler, make_worker):
     store(make_worker, 128)
     one = request(200)
     scheduler.num_matched(one, 0)
     scheduler.allocated(one, list(range(7)), 128)
-    assert scheduler.finished(request(0, request_id="other"), []) is False
+    one.num_computed_tokens = 128
+    scheduler.heard(report(received=["one"]))
+    assert saves(scheduler, 20) == []
+    one.num_computed_tokens = 199
+    assert scheduler.finished(one, list(range(7))) is True
+    assert [len(save.tokens) for save in scheduler.metadata(step({})).saves] == [192]
+
+
+def test_what_did_not_come_from_kvd_is_saved(scheduler, make_worker):
+    store(make_worker, 128)
+    one = request(200)
+    scheduler.num_matched(one, 0)
+    scheduler.allocated(one, list(range(7)), 128)
     one.num_computed_tokens = 64  # vLLM has cut it to what arrived
     scheduler.heard(report(received=["one"]))
     assert saves(scheduler, 60) == [(96, [0, 1, 2], 0)]
@@ -208,7 +234,22 @@ def test_blocks_that_were_taken_back_are_saved_from_their_new_places(scheduler):
     metadata = scheduler.metadata(step({}, preempted=["one"]))
     assert metadata.preempted == ["one"]
     assert saves(scheduler, 100) == [(96, [0, 1, 2], 100)]
-    assert scheduler.finished(request(21, num_computed=20), []) is True
+
+
+def test_a_request_that_lost_its_blocks_keeps_none_of_them(scheduler):
+    scheduler.allocated(request(200), list(range(7)), 0)
+    assert saves(scheduler, 100) == [(96, [0, 1, 2], 100)]
+    scheduler.metadata(step({}, preempted=["one"]))
+    assert scheduler.finished(request(21, num_computed=20), []) is False
+
+
+def test_blocks_of_vllm_that_are_no_whole_pages_are_saved_by_several(daemon):
+    cache = configs.kv_cache(layers=["one"], num_kv_heads=1, block_size=16)
+    names = Names(configs.engine("none"), cache, model="small@1")
+    scheduler = SchedulerSide(names, Settings(runtime_dir=str(daemon.folder)), block_size=16)
+    scheduler.allocated(request(200), list(range(13)), 0)
+    assert saves(scheduler, 63) == [(32, [0, 1], 0)]
+    scheduler.close()
 
 
 def test_blocks_stay_until_every_rank_is_done_with_them(daemon, names):
@@ -224,15 +265,27 @@ def test_blocks_stay_until_every_rank_is_done_with_them(daemon, names):
     scheduler.close()
 
 
-def test_nothing_is_found_from_a_reset_on_until_every_worker_has_carried_it_out(scheduler, make_worker):  # case A9
+def test_nothing_is_found_from_a_reset_on_until_every_worker_has_carried_it_out(
+    scheduler, make_worker, names
+):  # case A9
+    names.num_ranks = 2
     store(make_worker, 128)
     assert scheduler.num_matched(request(200), 0) == 128
     assert scheduler.reset()
-    store(make_worker, 128)
-    assert scheduler.num_matched(request(200), 0) == 0
     assert scheduler.metadata(step({})).reset == 1
-    scheduler.heard(report(resets=[1]))
+    store(make_worker, 128)
+    for _ in range(2):
+        assert scheduler.num_matched(request(200, request_id="another"), 0) == 0
+        scheduler.heard(report(resets=[1]))
+    assert scheduler.num_matched(request(200, request_id="another"), 0) == 128
+
+
+def test_an_answer_from_before_a_reset_is_worth_nothing(scheduler, make_worker):  # case A9
+    store(make_worker, 128)
     assert scheduler.num_matched(request(200), 0) == 128
+    assert scheduler.reset()
+    scheduler.heard(report(resets=[1]))
+    assert scheduler.num_matched(request(200), 0) == 0
 
 
 def test_a_worker_forgets_what_was_stored_before_a_reset_and_says_so(scheduler, make_worker):  # case A9
@@ -269,6 +322,50 @@ def test_blocks_that_are_not_there_any_more_are_left_to_vllm(make_worker):
     assert reader.take_finished() == (set(), {"one"})
     assert reader.take_failed_blocks() == {2, 3}
     assert (reader.num_tokens_loaded, reader.faults) == (32, Counter({"load evicted": 1}))
+
+
+def test_each_rank_has_blocks_of_its_own(make_worker, names):
+    names.num_ranks = 2
+    writer = make_worker(rank=1)
+    writer.register(caches(1.0))
+    writer.after_step(StepMetadata(saves=[save(128)], num_tokens=128))
+    writer.close()
+    for rank, num_loaded in ((0, 0), (1, 128)):
+        reader = make_worker(rank=rank)
+        reader.register(caches(0.0))
+        reader.start_loads(StepMetadata(loads=[Load("one", Variant(), TOKENS[:128], 0, [0, 1, 2, 3])]))
+        reader.close()
+        assert reader.num_tokens_loaded == num_loaded
+
+
+def test_bytes_that_differ_are_left_to_vllm_and_forgotten(make_worker, names, scheduler):
+    worker = make_worker()
+    worker.register(caches(1.0))
+    worker.after_step(StepMetadata(saves=[save(128)], num_tokens=128))
+    worker._saves._thread.submit(lambda: None).result(30)
+    cache = worker._saving.cache(worker._saving._connected(), names.namespace(0, Variant()))
+    with cache.sequence(TOKENS[:128], 128, attach_all=True) as sequence:
+        (run,) = sequence._core._cache.memory.runs([sequence._core.block_at(1)], writable=True)
+        os.pwrite(run.fd, b"\xff", run.offset + 1000)
+    worker.start_loads(StepMetadata(loads=[Load("one", Variant(), TOKENS[:128], 0, [0, 1, 2, 3])]))
+    worker._load_thread.submit(lambda: None).result(30)
+    worker.take_finished()
+    assert worker.take_failed_blocks() == {0, 1, 2, 3}
+    assert worker.faults == Counter({"load corrupt-block": 1})
+    assert scheduler.num_matched(request(200), 0) == 32, "it would be found, and refused, again and again"
+
+
+@pytest.mark.parametrize("taken_back", [{"preempted": ["one"]}, {"reset": 1}], ids=str)
+def test_what_waits_to_be_saved_is_not_read_once_vllm_takes_it_back(make_worker, taken_back):
+    worker, may_go_on = make_worker(), threading.Event()
+    worker.register(caches(1.0))
+    worker._saves.submit(may_go_on.wait)
+    worker.after_step(StepMetadata(saves=[save(128)], num_tokens=128))
+    worker.before_step(StepMetadata(**taken_back))
+    may_go_on.set()
+    worker.close()
+    assert worker.num_tokens_saved == 0
+    assert worker.take_report().done == Counter([1])
 
 
 def test_a_cache_of_another_arrangement_copies_nothing(make_worker):
