@@ -305,6 +305,7 @@ class KvdCache(Cache):  # type: ignore[misc]
 
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes the step's keys and values [rows, num_kv_heads, n, head_dim] of one layer."""
+        self.require_open()
         step = self._step
         if step is None:
             raise EngineUnsupported(_FOREIGN_MODEL)

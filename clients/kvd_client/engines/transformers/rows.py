@@ -120,11 +120,15 @@ class CachedRow:
         """Another row with the same tokens: sealed blocks are shared, the rest is copied."""
         if self._private is None:
             try:
-                return CachedRow(self.sequence.fork(), self.num_padding)
+                twin_sequence = self.sequence.fork()
             except (InvalidRequest, ClientClosed):
                 raise
             except KvdError as error:
                 self._go_on_privately(error)
+            else:
+                # The prompt goes on behind what is held: for the twin, too.
+                twin_sequence.add_tokens(self.sequence.token_ids[len(twin_sequence.token_ids) :])
+                return CachedRow(twin_sequence, self.num_padding)
         twin = CachedRow(self.sequence, self.num_padding)
         twin.failure = self.failure
         twin._private, twin._private_ids = self._own().copy(), list(self._private_ids)
