@@ -20,6 +20,7 @@ from tests.support.raw_client import RawClient
 from tests.support.redis_servers import running_server
 from tests.support.wait import eventually
 
+pytestmark = pytest.mark.usefixtures("either_home")
 PROMPT = list(range(1, 162))
 NUM_CACHED = 160
 Tiers = Callable[[], dict[str, Any]]

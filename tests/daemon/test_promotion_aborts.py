@@ -23,9 +23,12 @@ from tests.support.redis_servers import RealServer, running_server
 from tests.support.slow_link import SlowLink, slow_link
 from tests.support.wait import eventually
 
+pytestmark = pytest.mark.usefixtures("either_home")
 PROMPT = list(range(1, 162))
 NUM_CACHED = 160
 NUM_BLOCKS = 10
+SEGMENT_NBYTES = 2 << 20
+"""As small as a card's may be."""
 OPENING = {"model": MODEL, "engine": "raw/1", "positional": "", "adapter": "", "salt": ""}
 
 
@@ -47,7 +50,7 @@ def daemon(tmp_path: Path, server: RealServer, link: SlowLink) -> Iterator[Daemo
     with running_daemon(tmp_path, name="before", tiers={"redis": {"url": server.url}}) as before:
         assert begin(before) == 0
     tiers: dict[str, Any] = {"redis": {"url": link.url}, "drain_s": 0.0}
-    with running_daemon(tmp_path, tiers=tiers) as daemon:
+    with running_daemon(tmp_path, segment=SEGMENT_NBYTES, tiers=tiers) as daemon:
         yield daemon
 
 
@@ -85,7 +88,7 @@ def nothing_is_left(daemon: Daemon) -> None:
         client.check()
         (found,) = client.status().pools
         assert (found.num_reserved, found.num_references, found.num_sealed) == (0, 0, 0)
-        assert found.num_free == found.num_segments * ((1 << 20) // LAYOUT.block_nbytes)
+        assert found.num_free == found.num_segments * (SEGMENT_NBYTES // LAYOUT.block_nbytes)
     assert begin(daemon) == NUM_CACHED
     with kvd_client.connect(daemon.folder) as client:
         client.check()

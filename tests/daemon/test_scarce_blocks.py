@@ -16,12 +16,15 @@ from tests.support.daemon import Daemon, running_daemon
 from tests.support.redis_servers import DEBIAN_REDIS, VALKEY, RealServer, running_server
 from tests.support.wait import eventually
 
+pytestmark = pytest.mark.usefixtures("either_home")
 PROMPT = list(range(1, 162))
 NUM_CACHED = 160
 NUM_BLOCKS = 10
-CAPACITY = (1 << 20) // LAYOUT.block_nbytes
-"""Of a pool of one segment: 42."""
-ONE_SEGMENT: dict[str, Any] = {"budget": "1MiB", "segment": "1MiB"}
+CAPACITY = (2 << 20) // LAYOUT.block_nbytes
+"""Of a pool of one segment, as small as a card's may be: 85."""
+NUM_FITTING = CAPACITY // NUM_BLOCKS
+"""Prompts that lie in it at a time."""
+ONE_SEGMENT: dict[str, Any] = {"budget": "2MiB", "segment": "2MiB"}
 
 
 @pytest.fixture(params=[DEBIAN_REDIS, VALKEY], ids=["redis", "valkey"])
@@ -71,7 +74,7 @@ def num_spilled(daemon: Daemon) -> int:
 
 
 def test_a_block_that_is_reused_answers_only_to_its_new_hash(tmp_path: Path, server: RealServer) -> None:  # case A6
-    prompts = [prompt(number) for number in range(6)]
+    prompts = [prompt(number) for number in range(NUM_FITTING + 2)]
     with running_daemon(tmp_path, **ONE_SEGMENT, tiers=tiers(server, spill="write_through")) as daemon:
         for number, one in enumerate(prompts, start=1):
             assert compute(daemon, one) == 0
@@ -109,15 +112,20 @@ def test_a_refused_copy_leaves_the_block_and_pressure_drops_it_counted(  # case 
             client.cache(model=MODEL, layout=LAYOUT).match(PROMPT)  # the namespace is known below
         with server.client() as control:
             control.config_set("maxmemory", 1)
-        for number in range(4):
+        for number in range(NUM_FITTING):
             assert compute(daemon, prompt(number)) == 0
         eventually(lambda: pool(daemon).counters["failed_spills"] > 0)
         now = pool(daemon)
-        assert (now.num_sealed, now.counters["spills"], now.counters["dropped_unspilled"]) == (40, 0, 0)
-        assert [compute(daemon, prompt(number)) for number in range(4)] == [NUM_CACHED] * 4
-        assert compute(daemon, prompt(4)) == 0
+        assert (now.num_sealed, now.counters["spills"], now.counters["dropped_unspilled"]) == (
+            NUM_FITTING * NUM_BLOCKS,
+            0,
+            0,
+        )
+        assert [compute(daemon, prompt(number)) for number in range(NUM_FITTING)] == [NUM_CACHED] * NUM_FITTING
+        assert compute(daemon, prompt(NUM_FITTING)) == 0
         now = pool(daemon)
-        assert now.counters["dropped_unspilled"] == now.counters["evictions"] == 51 - CAPACITY
+        num_wanted = (NUM_FITTING + 1) * NUM_BLOCKS + 1  # the last token of the last prompt has a block of its own
+        assert now.counters["dropped_unspilled"] == now.counters["evictions"] == num_wanted - CAPACITY
         with kvd_client.connect(daemon.folder) as client:
             (tier,) = client.status().tiers
             assert tier.errors["full"] > 0
@@ -127,7 +135,7 @@ def test_a_refused_copy_leaves_the_block_and_pressure_drops_it_counted(  # case 
         with kvd_client.connect(daemon.folder) as client:
             eventually(lambda: client.spill() == 0, 30)
             client.flush(model=MODEL, tier="pool")
-        assert found(daemon, prompt(4)) == NUM_CACHED, "it went on by itself"
+        assert found(daemon, prompt(NUM_FITTING)) == NUM_CACHED, "it went on by itself"
 
 
 def test_a_promotion_takes_no_block_that_is_held(tmp_path: Path, server: RealServer) -> None:  # case C4
@@ -139,22 +147,22 @@ def test_a_promotion_takes_no_block_that_is_held(tmp_path: Path, server: RealSer
     ):
         cache = holder.cache(model=MODEL, layout=LAYOUT)
         held = []
-        for number in range(4):
+        for number in range(NUM_FITTING):
             one = prompt(number)[:-1]
             seq = cache.sequence(one, max_tokens=NUM_CACHED, wait_s=0)
             fill(seq, one)
             seq.commit()
             held.append((one, seq))
-        begun = pool(daemon)
-        assert (begun.num_referenced, begun.num_free, begun.num_reserved) == (40, CAPACITY - 40, 0)
+        begun, num_held = pool(daemon), NUM_FITTING * NUM_BLOCKS
+        assert (begun.num_referenced, begun.num_free, begun.num_reserved) == (num_held, CAPACITY - num_held, 0)
         with kvd_client.connect(daemon.folder, reserve_ahead_tokens=0) as client:
             asking = client.cache(model=MODEL, layout=LAYOUT)
             with pytest.raises(OutOfBlocks, match="held by"):
                 asking.sequence(PROMPT, wait_s=0.2)
             asking.prefetch(PROMPT)
             # As far as there is room; nothing that is held went for it.
-            eventually(lambda: asking.match(PROMPT) == (CAPACITY - 40) * LAYOUT.block_tokens)
-            assert pool(daemon).num_referenced == 40
+            eventually(lambda: asking.match(PROMPT) == (CAPACITY - num_held) * LAYOUT.block_tokens)
+            assert pool(daemon).num_referenced == num_held
             assert all(holds(seq, one, NUM_CACHED) for one, seq in held)
             # What nobody holds any more may go.
             held.pop()[1].close()

@@ -82,8 +82,8 @@ def test_the_same_over_three_tiers_while_redis_freezes_and_dies(tmp_path: Path) 
             with server.client() as client:
                 # It was restarted empty, so what it holds was spilled after its death: that resumed by itself.
                 assert client.dbsize() > 0
-            # Because of Redis: beyond what the same machine, in the same minutes, does to a begin that never asks it.
-            assert probe.longest_below_s - probe.longest_resident_s < 0.1
+            # Redis was frozen for five seconds; whoever waited for it would have been late by most of them.
+            assert probe.late_s < 0.5
 
 
 def void(_value: object) -> None:
