@@ -44,11 +44,10 @@ class Probe:
         self._below_s.append(self._begin_s(unseen))
         self._resident_s.append(self._begin_s(self._resident))
 
-    @property
-    def late_s(self) -> float:
-        """How late the begins that ask below were, in all: beyond 100 ms more than the longest that never asks."""
+    def late_s(self) -> list[float]:
+        """By how much each late one was late that asked below: beyond 100 ms more than the longest that never asks."""
         bound_s = max(self._resident_s) + _ON_TIME_S
-        return sum(max(0.0, taken_s - bound_s) for taken_s in self._below_s)
+        return [taken_s - bound_s for taken_s in self._below_s if taken_s > bound_s]
 
     def _begin_s(self, token_ids: list[int]) -> float:
         start_s, queued_s = time.monotonic(), self._queued_s()

@@ -83,7 +83,9 @@ def test_the_same_over_three_tiers_while_redis_freezes_and_dies(tmp_path: Path) 
                 # It was restarted empty, so what it holds was spilled after its death: that resumed by itself.
                 assert client.dbsize() > 0
             # Redis was frozen for five seconds; whoever waited for it would have been late by most of them.
-            assert probe.late_s < 0.5
+            late_s = probe.late_s()
+            assert len(late_s) <= 1
+            assert sum(late_s) < 0.5
 
 
 def void(_value: object) -> None:
