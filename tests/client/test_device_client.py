@@ -189,6 +189,51 @@ def test_a_process_that_counts_cards_otherwise_maps_the_same_one(
         assert other.call("holds") is True
 
 
+def test_two_cards_without_peer_access_share_blocks_through_host_memory(
+    daemon: Daemon, client: kvd_client.Client
+) -> None:
+    """Who computes on the second card sees both, as most people start their processes."""
+    cache = client.cache(model=MODEL, layout=LAYOUT)
+    publish(cache)
+    other = [*PROMPT[:50], *range(50)]
+    with Worker(daemon.folder) as second:
+        assert second.call("compute_elsewhere") == ["host", "staged"]
+        assert second.call("begin", tokens=PROMPT, wait_s=10) == 96
+        assert second.call("holds") is True
+        assert second.call("publish", tokens=other, wait_s=10) == 96
+        eventually(lambda: cache.match(other) == 96)
+        with cache.sequence(other, wait_s=10) as seq:
+            assert holds(seq, other, 96)
+        # It found the card by its UUID, and never tried to open the card's memory.
+        assert second.call("num_driver_calls", function="cuDeviceGetUuid") > 0
+        assert second.call("num_driver_calls", function="cuIpcOpenMemHandle_v2") == 0
+    eventually(lambda: len(client.status().clients) == 1)
+    client.check()
+
+
+def test_two_cards_meet_in_the_tiers_below(tmp_path: Path, home: FakeMachine) -> None:
+    """What was computed on one card the other finds, and computes no more, though neither reads the other's memory."""
+    rule = {"name": "small", "models": ["small*"], "device": f"cuda:{RTX_3050.uuid}"}
+    tiers = {"host": {"budget": 32 * MIB}, "redis": {"url": ""}}
+    with (
+        running_daemon(
+            tmp_path, name="two", budget="16MiB", segment="4MiB", pools=[rule], tiers=tiers, machine=home
+        ) as two,
+        kvd_client.connect(two.folder) as client,
+    ):
+        first, second = (client.cache(model=MODEL, layout=LAYOUT, device=card.uuid) for card in CARDS)
+        assert [(cache.device, cache.mode) for cache in (first, second)] == [(card.uuid, "mapped") for card in CARDS]
+        publish(first)
+        eventually(lambda: client.spill() == 0)
+        with second.sequence(PROMPT, wait_s=10) as seq:
+            assert seq.num_cached_tokens == 96
+            assert holds(seq, PROMPT, 96)
+        mover = client.status().mover
+        assert mover is not None
+        assert (mover.counters["spilled"], mover.counters["promoted"]) == (6, 6)
+        client.check()
+
+
 def test_a_process_without_torch_uses_bytes_in_host_memory(daemon: Daemon, client: kvd_client.Client) -> None:
     publish(client.cache(model=MODEL, layout=LAYOUT))
     script = """
@@ -225,7 +270,9 @@ def test_a_torch_that_does_not_see_the_card_is_told_once(
     assert f"blocks on {P40.uuid} are used through host memory: this torch" in said
 
 
+@pytest.mark.parametrize("code", [201, 217], ids=["another context", "no peer access"])
 def test_a_sequence_that_the_driver_does_not_map_is_staged_and_the_next_is_not(
+    code: int,
     client: kvd_client.Client,
     home: FakeMachine,
     caplog: pytest.LogCaptureFixture,
@@ -233,7 +280,7 @@ def test_a_sequence_that_the_driver_does_not_map_is_staged_and_the_next_is_not(
 ) -> None:
     assert start_worker().call("publish", tokens=PROMPT) == 96
     cache = client.cache(model=MODEL, layout=LAYOUT)
-    home.fail("cuIpcOpenMemHandle_v2:*=201")
+    home.fail(f"cuIpcOpenMemHandle_v2:*={code}")
     with caplog.at_level(logging.WARNING), cache.sequence(PROMPT, wait_s=10) as seq:
         assert seq.num_cached_tokens == 96
         assert holds(seq, PROMPT, 96)

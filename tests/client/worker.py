@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import sys
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 import kvd_client
 from kvd.errors import KvdError
+from kvd_client.session import opened_cache
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 
 
@@ -56,6 +59,16 @@ class Steered:
 
     def where(self) -> list[str]:
         return [self.cache.device, self.cache.mode]
+
+    def compute_elsewhere(self) -> list[str]:
+        """From now on attends on another card than the pool's, though it sees both: the CPU is that other card."""
+        opened_cache.shown_on = lambda _uuid: "cuda:0"
+        self.cache = self.client.cache(model=MODEL, layout=LAYOUT, computes_on="cpu")
+        return self.where()
+
+    def num_driver_calls(self, function: str) -> int:
+        """Of this process, to the fake driver."""
+        return int(ctypes.CDLL(os.environ["KVD_LIBCUDA"]).fakecuda_calls(function.encode()))
 
     def num_parts(self) -> int:
         return len(self.sequences[-1].parts(0))

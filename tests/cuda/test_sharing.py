@@ -143,9 +143,9 @@ def test_a_process_without_a_driver_is_told_so(start: Start):
         start(KVD_LIBCUDA="/nowhere/libcuda.so.1").grant(export)
 
 
-def test_a_handle_of_one_card_is_not_opened_on_another(start: Start):
+def test_a_handle_of_one_card_is_not_opened_on_another_without_peer_access(start: Start):
     export = start().allocate(2 * MIB) | {"device": RTX_3050.uuid}
-    with pytest.raises(CudaImportRefused, match="INVALID_DEVICE"):
+    with pytest.raises(CudaImportRefused, match="PEER_ACCESS_UNSUPPORTED"):
         start().grant(export)
 
 

@@ -358,6 +358,7 @@ static const struct { int code; const char *name, *text; } words[] = {
   {101, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
   {201, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
   {214, "CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error encountered"},
+  {217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between these two devices"},
   {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
   {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
   {712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the requested memory range is already mapped"},

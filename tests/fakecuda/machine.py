@@ -4,10 +4,10 @@ Each machine has a copy of the library of its own: loading it anew is how one pr
 started.
 
 Device memory is nameless memfds, so nothing is ever in /dev/shm and a killed process leaves nothing; who holds how much
-is told by locks on empty files in the machine's folder, which the kernel drops with their holders. What it does not
-copy: kernels, P2P, memory that contexts take for themselves, or work that goes on by itself (asynchronous work is done
-within some later driver call of the same process). An importer must be allowed to open /proc/<pid>/fd of the exporter:
-same user, or root.
+is told by locks on empty files in the machine's folder, which the kernel drops with their holders. No card can read
+another's memory (no P2P). What it does not copy: kernels, memory that contexts take for themselves, or work that goes
+on by itself (asynchronous work is done within some later driver call of the same process). An importer must be allowed
+to open /proc/<pid>/fd of the exporter: same user, or root.
 """
 
 from __future__ import annotations

@@ -180,13 +180,20 @@ static int open_exported(const Handle *handle) {
   return fd;
 }
 
+/* No two cards here can read each other's memory, as a P40 and an RTX 3050 cannot. */
+static CUresult refused_on_another_card(const CUuuid *uuid) {
+  for (int i = 0; i < num_devices; i++)
+    if (!memcmp(&devices[i].uuid, uuid, sizeof *uuid)) return PEER_ACCESS_UNSUPPORTED;
+  return INVALID_DEVICE;
+}
+
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle raw, unsigned flags) {
   ENTER(true);
   Handle handle;
   memcpy(&handle, &raw, sizeof handle);
   if (flags != 1 || memcmp(handle.magic, MAGIC, sizeof handle.magic)) LEAVE(INVALID_VALUE);
   if (handle.pid_namespace != pid_namespace() || handle.pid == getpid()) LEAVE(INVALID_CONTEXT);
-  if (memcmp(&handle.uuid, &current->uuid, sizeof handle.uuid)) LEAVE(INVALID_DEVICE);
+  if (memcmp(&handle.uuid, &current->uuid, sizeof handle.uuid)) LEAVE(refused_on_another_card(&handle.uuid));
   for (Block *block = blocks; block; block = block->next)
     if (block->imported && block->serial == handle.serial) {
       block->num_users++;

@@ -32,6 +32,10 @@ def check(bench: Bench) -> Iterator[Row]:
         yield error_row("one close too many", closed, "1")
         yield error_row("open of 64 zero bytes", peer.call(actions.raw_open, device, bytes(64)), "1")
         yield error_row("open of 64 bytes of ones", peer.call(actions.raw_open, device, b"\xff" * 64), "1")
+        for other in bench.driver.devices:
+            if other.uuid != device:
+                found = bench.peer().call(actions.raw_open, other.uuid, export.handle)
+                yield _compare(f"open on {other.name}, 0 with peer access", found, "217")
     freed = DeviceSegment(context, 4 * MIB)
     handle = freed.handle
     freed.close()
