@@ -25,7 +25,8 @@ test-cards: $(DEV) system  ## pools on cards, over a fake driver: their own test
 	@$(BIN)/pytest -q -n 2 --dist loadgroup -m card tests
 
 test-engines: $(DEV) system  ## transformers and llama.cpp: real models, real servers
-	@$(BIN)/pytest -q -m "not card" tests/engines tests/soak/test_engines.py
+	@$(BIN)/pytest -q -n 2 --dist loadgroup -m "not card" tests/engines
+	@$(BIN)/pytest -q tests/soak/test_engines.py
 
 test-systemd: $(DEV) system  ## the service in a real systemd, in a container (as root; builds its root under .cache)
 	@root=$$(tools/systemd-root) && KVD_SYSTEMD_ROOT=$$root $(BIN)/pytest -q tests/system
