@@ -2,72 +2,30 @@
 
 Shared prefix and private tail of a row are one mapped range, so a layer's keys are one view, whoever computed them. The
 cache checks that every forward pass is the next step of its own tokens (`guard` tells it which tokens those are) before
-a byte is written.
-
-Invariant between passes: every layer counts `_num_columns` columns, and a row holds at least the tokens that stand in
-them. It may hold more: rows of a batch have found prefixes of their own, and the columns go on from the shortest; what
-a row has already is computed again and not written.
+a byte is written, has its `Batch` write it, and publishes what became full.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from transformers.cache_utils import Cache
 
-from kvd.errors import ClientClosed, EngineUnsupported, InvalidRequest, KvdError, SequenceTooLong
+from kvd.errors import ClientClosed, EngineUnsupported, InvalidRequest, KvdError
+from kvd_client.engines.transformers.batch import Batch
+from kvd_client.engines.transformers.guarded import FOREIGN_MODEL, Guarded
 from kvd_client.engines.transformers.layers import KvdLayer
-from kvd_client.engines.transformers.row_attention import RowParts, RowStates
+from kvd_client.engines.transformers.row_attention import RowStates
+from kvd_client.engines.transformers.row_selection import repeated
 from kvd_client.engines.transformers.rows import CachedRow
-from kvd_client.engines.transformers.step_checks import check_mask, check_positions, check_tokens, padding_of
-from kvd_client.engines.transformers.support import require_shape
+from kvd_client.engines.transformers.step_checks import check_num_rows, check_step, padding_of
 from kvd_client.sequence import Sequence
 
-_FOREIGN_MODEL = (
-    "this KvdCache belongs to another model, or the model's own forward was bypassed: attach one cache for each model "
-    "and call the model itself"
-)
-_HALF_WAY = -1
 _log = logging.getLogger(__name__)
-
-
-class Guarded(Protocol):
-    """The model a cache was attached for, as far as the cache needs it; `guard.GuardedModel`."""
-
-    windows: list[int | None]
-    """Per layer how many tokens it sees, None for all."""
-
-    def put_on(self) -> None:
-        """Puts the checks onto the model, which then calls `begin_step` and `end_step`."""
-
-    def take_off(self) -> None:
-        """Takes one cache's checks off."""
-
-    def attend_by_rows(self) -> None:
-        """Has the model understand `RowStates` until the last cache's checks are taken off."""
-
-    def is_decoder(self, module: torch.nn.Module) -> bool:
-        """Whether this is the very module whose KV the cache holds."""
-
-    def is_unchanged(self) -> bool:
-        """Whether weights and adapters are still those that the namespace names."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The forward pass under way: columns start .. stop."""
-
-    start: int
-    stop: int
-    new_ids: list[list[int]]
-    """Per row the ids that get their names when it is complete."""
-    began_s: float
 
 
 class KvdCache(Cache):  # type: ignore[misc]
@@ -92,26 +50,22 @@ class KvdCache(Cache):  # type: ignore[misc]
         `paddings` are the columns of padding before each row.
         """
         rows = [sequences] if isinstance(sequences, Sequence) else list(sequences)
+        paddings = paddings or [0] * len(rows)
         self._start(
-            [CachedRow(row, padding) for row, padding in zip(rows, paddings or [0] * len(rows), strict=True)],
+            Batch([CachedRow(row, padding) for row, padding in zip(rows, paddings, strict=True)]),
             model,
             publish=publish,
         )
 
-    def _start(self, rows: list[CachedRow], model: Guarded, *, publish: bool) -> None:
-        layout = rows[0].sequence.layout
+    def _start(self, batch: Batch, model: Guarded, *, publish: bool) -> None:
         windows = model.windows
-        super().__init__(layers=[KvdLayer(self, index, windows[index]) for index in range(layout.num_layers)])
-        self.rows = rows
+        num_layers = batch.rows[0].sequence.layout.num_layers
+        super().__init__(layers=[KvdLayer(self, index, windows[index]) for index in range(num_layers)])
         self.publish_error: KvdError | None = None
-        self._layout = layout
+        self._batch = batch
         self._publish = publish
         self._model = model
-        self._step: _Step | None = None
-        self._num_columns = min(row.num_padding + row.num_tokens for row in rows)
-        self._layer_columns = [self._num_columns] * layout.num_layers
-        self._num_cached_tokens = sum(row.sequence.num_cached_tokens for row in rows)
-        self._device = rows[0].device
+        self._num_cached_tokens = sum(row.sequence.num_cached_tokens for row in batch.rows)
         self._is_recording = False
         self._cuts_next_input = False
         self._is_guarded = True
@@ -121,7 +75,12 @@ class KvdCache(Cache):  # type: ignore[misc]
         if self.is_closed:
             return "KvdCache(closed)"
         rows = f"{len(self.rows)} rows, " if len(self.rows) > 1 else ""
-        return f"KvdCache({rows}{self._num_columns} tokens, {self.num_cached_tokens} of them found)"
+        return f"KvdCache({rows}{self.num_columns} tokens, {self.num_cached_tokens} of them found)"
+
+    @property
+    def rows(self) -> list[CachedRow]:
+        """The rows of the batch in order, one where there is no batch."""
+        return self._batch.rows
 
     @property
     def sequence(self) -> Sequence:
@@ -150,11 +109,11 @@ class KvdCache(Cache):  # type: ignore[misc]
     @property
     def num_columns(self) -> int:
         """Padding and tokens in every layer, of forward passes that are complete."""
-        return self._num_columns
+        return self._batch.num_columns
 
     def num_columns_in(self, index: int) -> int:
         """Padding and tokens in one layer, written by a pass that may still be under way."""
-        return self._layer_columns[index]
+        return self._batch.num_columns_in(index)
 
     def commit(self) -> int:
         """Publishes every full block computed so far and returns how many tokens are published, all rows together. With
@@ -180,40 +139,6 @@ class KvdCache(Cache):  # type: ignore[misc]
     ) -> None:
         self.close()
 
-    def require_prompt(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Raises `InvalidRequest` unless `input_ids` [rows, n] are whole sequences that begin with what is held here.
-
-        `mask` [rows, n], or None for no padding.
-        """
-        num_ids = input_ids.shape[1]
-        if self._num_columns >= num_ids:
-            raise InvalidRequest(
-                f"the cache holds {self._num_columns} tokens and input_ids has {num_ids}: pass the whole sequence with "
-                f"at least one token more than the cache (after generate: its output and what follows)"
-            )
-        if self._num_columns and mask is not None:
-            check_mask(mask, [row.num_padding for row in self.rows], num_ids)
-        for row, ids in zip(self.rows, input_ids.tolist(), strict=True):
-            known, own = row.token_ids, ids[row.num_padding :]
-            num_held = row.num_tokens
-            num_common = min(num_held, len(own))
-            matching = next((at for at in range(num_common) if known[at] != own[at]), num_common)
-            if matching < num_held:
-                raise InvalidRequest(
-                    f"this KvdCache holds other tokens than input_ids: the sequence holds {num_held} tokens; only the "
-                    f"first {matching} are the prompt's"
-                )
-
-    def require_room(self, num_ids: int, num_new: int) -> None:
-        """Raises `SequenceTooLong` unless `num_new` tokens fit behind `num_ids` columns; the last is not computed."""
-        for row in self.rows:
-            num_total = num_ids - row.num_padding
-            if num_total + num_new - 1 > row.sequence.max_tokens:
-                raise SequenceTooLong(
-                    f"{num_total} tokens and {num_new} new ones need attach(..., max_tokens={num_total + num_new}); "
-                    f"this cache was attached for {row.sequence.max_tokens}"
-                )
-
     def begin_step(
         self,
         decoder: torch.nn.Module,
@@ -228,39 +153,20 @@ class KvdCache(Cache):  # type: ignore[misc]
         """
         self.require_open()
         if not self._model.is_decoder(decoder):
-            raise EngineUnsupported(_FOREIGN_MODEL)
-        self._require_rows(input_ids)
-        start, stop = self._num_columns, self._num_columns + input_ids.shape[1]
-        if any(columns != start for columns in self._layer_columns):
-            raise InvalidRequest(
-                "an earlier forward pass over this KvdCache stopped half way; close it and attach again"
-            )
-        if not start and not any(row.token_ids for row in self.rows):
+            raise EngineUnsupported(FOREIGN_MODEL)
+        check_num_rows(input_ids, len(self.rows))
+        self._batch.require_complete()
+        if not self.num_columns and not any(row.token_ids for row in self.rows):
             self._adopt_padding(mask)
-        paddings = [row.num_padding for row in self.rows]
-        check_mask(mask, paddings, stop)
-        new_ids = [
-            check_tokens(row, ids, start, stop, may_go_on=self._is_recording)
-            for row, ids in zip(self.rows, input_ids.tolist(), strict=True)
-        ]
-        check_positions(positions, paddings, start, stop)
-        self.require_room(stop, 1)
+        new_ids = check_step(self.rows, self.num_columns, input_ids, mask, positions, may_go_on=self._is_recording)
         # Half a millisecond for hundreds of tensors: too much for every generated token.
-        if stop - start > 1 and not self._model.is_unchanged():
+        if input_ids.shape[1] > 1 and not self._model.is_unchanged():
             raise EngineUnsupported(
                 "the model's weights or adapters changed since this KvdCache was attached; close it and attach again"
             )
-        if len(self.rows) > 1 or any(paddings):
+        if len(self.rows) > 1 or any(row.num_padding for row in self.rows):
             self._model.attend_by_rows()
-        self._step = _Step(start, stop, new_ids, time.monotonic())
-
-    def _require_rows(self, input_ids: torch.Tensor) -> None:
-        if input_ids.dim() != 2 or input_ids.shape[0] != len(self.rows):
-            holds = "one sequence" if len(self.rows) == 1 else f"{len(self.rows)} sequences"
-            raise EngineUnsupported(
-                f"input_ids of shape {list(input_ids.shape)} over a cache of {holds}: attach with the whole batch, or "
-                f"repeat its rows with batch_repeat_interleave"
-            )
+        self._batch.begin_pass(input_ids.shape[1], new_ids)
 
     def _adopt_padding(self, mask: Any) -> None:
         """An empty cache learns where its rows begin from the first mask it meets."""
@@ -269,21 +175,10 @@ class KvdCache(Cache):  # type: ignore[misc]
 
     def end_step(self) -> None:
         """The forward pass is complete: its tokens get their names, and blocks that became full are published."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        for index, columns in enumerate(self._layer_columns):
-            if columns != step.stop:
-                raise EngineUnsupported(f"the forward pass did not use layer {index} of the cache")
-        row_s = (time.monotonic() - step.began_s) / len(self.rows)
-        for row, ids in zip(self.rows, step.new_ids, strict=True):
-            if ids:
-                row.add_tokens(ids)
-            row.computed(min(step.stop - step.start, row.num_tokens), row_s)
-        # Not before every token has its name, or those that follow would get the names of others.
-        self._num_columns = step.stop
-        if not self._is_recording:
-            self._publish_blocks()
+        if self._batch.is_in_pass:
+            self._batch.end_pass()
+            if not self._is_recording:
+                self._publish_blocks()
 
     def require_open(self) -> None:
         """Raises `ClientClosed` after `close`."""
@@ -306,42 +201,18 @@ class KvdCache(Cache):  # type: ignore[misc]
     def write(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes the step's keys and values [rows, num_kv_heads, n, head_dim] of one layer."""
         self.require_open()
-        step = self._step
-        if step is None:
-            raise EngineUnsupported(_FOREIGN_MODEL)
-        require_shape(self._layout, keys, values, num_rows=len(self.rows), device=self._device)
-        if self._layer_columns[index] != step.start or keys.shape[2] != step.stop - step.start:
-            raise EngineUnsupported(f"layer {index} wrote twice, or other tokens than the pass was given")
-        # Until all rows have it: what stops in between must not pass for a layer that has none of this step.
-        self._layer_columns[index] = _HALF_WAY
-        for number, row in enumerate(self.rows):
-            first_new = row.num_padding + row.num_tokens_in(index) - step.start
-            if first_new < keys.shape[2]:
-                row.write(index, keys[number, :, first_new:], values[number, :, first_new:])
-        self._layer_columns[index] = step.stop
+        self._batch.write(index, keys, values)
 
     def step_states(self, index: int, first_column: int) -> tuple[Any, Any]:
         """What the step under way attends to in one layer, from `first_column` on: keys and values as views [1,
         num_kv_heads, tokens, head_dim], or `RowStates` where no single tensor shows them.
         """
-        step = self._step
-        if step is None:
-            raise EngineUnsupported(_FOREIGN_MODEL)
-        parts = [row.between(index, first_column - row.num_padding, step.stop - row.num_padding) for row in self.rows]
-        if len(parts) == 1 and len(parts[0]) == 1 and not self.rows[0].num_padding:
-            keys, values = parts[0][0]
+        rows = self._batch.attended(index, first_column)
+        if len(rows) == 1 and len(rows[0].parts) == 1 and not self.rows[0].num_padding:
+            keys, values = rows[0].parts[0]
             return keys[None], values[None]
         self._model.attend_by_rows()
-        states = RowStates(
-            [
-                RowParts(
-                    row_parts,
-                    first_query=max(0, row.num_padding - step.start),
-                    first_column=max(0, row.num_padding - first_column),
-                )
-                for row, row_parts in zip(self.rows, parts, strict=True)
-            ]
-        )
+        states = RowStates(rows)
         return states, states
 
     def layer_states(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -356,16 +227,13 @@ class KvdCache(Cache):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens. Raises `InvalidRequest` for a positive count, or too many."""
-        num_left = self._num_columns + tokens_to_remove
+        num_left = self.num_columns + tokens_to_remove
         if tokens_to_remove > 0 or num_left < 0:
             raise InvalidRequest(
-                f"crop takes the number of tokens to remove as -{self._num_columns} .. 0, not {tokens_to_remove}"
+                f"crop takes the number of tokens to remove as -{self.num_columns} .. 0, not {tokens_to_remove}"
             )
         if tokens_to_remove:
-            for row in self.rows:
-                row.truncate(max(0, num_left - row.num_padding))
-            self._num_columns = num_left
-            self._layer_columns = [num_left] * len(self._layer_columns)
+            self._batch.truncate(num_left)
         # What assisted decoding proposed and threw away is cut off by now.
         self._publish_blocks()
 
@@ -374,32 +242,30 @@ class KvdCache(Cache):  # type: ignore[misc]
         many tokens are left. For a conversation whose next turn renders the earlier ones a little differently.
         """
         ids = torch.as_tensor(input_ids).reshape(-1).tolist()
-        known = self.sequence.token_ids[: self._num_columns]
+        known = self.sequence.token_ids[: self.num_columns]
         longest = min(len(known), len(ids) - 1)
         num_left = next((at for at in range(longest) if known[at] != ids[at]), max(0, longest))
-        self.crop(num_left - self._num_columns)
+        self.crop(num_left - self.num_columns)
         return num_left
 
     def reset(self) -> None:
         """Removes every token, and forgets the padding."""
-        self.crop(-self._num_columns)
+        self.crop(-self.num_columns)
         for row in self.rows:
             row.truncate(0)
             row.num_padding = 0
 
     def fork(self) -> KvdCache:
         """Another cache with the same tokens: sealed blocks are shared, the rest is copied at once."""
-        return self._with_rows(_forked(self.rows, range(len(self.rows))))
+        return self._twin(range(len(self.rows)))
 
     def repeated(self, repeats: int) -> KvdCache:
         """Another cache with every row `repeats` times, one after the other: forks, as in `fork`."""
-        return self._with_rows(_forked(self.rows, [at for at in range(len(self.rows)) for _ in range(repeats)]))
+        return self._twin(repeated(len(self.rows), repeats))
 
-    def _with_rows(self, rows: list[CachedRow]) -> KvdCache:
+    def _twin(self, numbers: Ordered[int]) -> KvdCache:
         twin = KvdCache.__new__(KvdCache)
-        twin._start(rows, self._model, publish=self._publish)
-        twin._num_columns = self._num_columns
-        twin._layer_columns = list(self._layer_columns)
+        twin._start(self._batch.forked(numbers), self._model, publish=self._publish)
         return twin
 
     def __copy__(self) -> KvdCache:
@@ -415,30 +281,16 @@ class KvdCache(Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row beam_idx[i] is: moved where nobody else wants it, else forked."""
-        self._pick(beam_idx.tolist())
+        self._batch.pick(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, one after the other: forked, so that the sealed blocks are there once."""
-        self._pick([number for number in range(len(self.rows)) for _ in range(repeats)])
+        self._batch.pick(repeated(len(self.rows), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only these rows, in this order; a mask of bools selects as well."""
         chosen = indices.nonzero().flatten() if indices.dtype is torch.bool else indices
-        self._pick(chosen.tolist())
-
-    def _pick(self, wanted: list[int]) -> None:
-        """All or nothing. Raises `InvalidRequest` for a row there is not, or none at all."""
-        if not wanted or not all(0 <= number < len(self.rows) for number in wanted):
-            raise InvalidRequest(f"rows {wanted} of {len(self.rows)}")
-        again = [place for place, number in enumerate(wanted) if number in wanted[:place]]
-        forks = _forked(self.rows, [wanted[place] for place in again])
-        picked = [self.rows[number] for number in wanted]
-        for place, fork in zip(again, forks, strict=True):
-            picked[place] = fork
-        unwanted = [row for number, row in enumerate(self.rows) if number not in wanted]
-        self.rows = picked
-        for row in unwanted:
-            row.close()
+        self._batch.pick(chosen.tolist())
 
     def activate_past_recording(self) -> None:
         """Assisted decoding asks for this before its first step. Nothing is published before the `crop` that says which
@@ -457,17 +309,5 @@ class KvdCache(Cache):  # type: ignore[misc]
     def num_columns_to_cut(self, positions: torch.Tensor | None) -> int:
         """How many leading columns of the model's next input the cache holds already, asked once before each call."""
         cuts, self._cuts_next_input = self._cuts_next_input, False
-        whole = positions is not None and positions.shape[-1] > self._num_columns and not positions[..., 0].any()
-        return self._num_columns if cuts and whole else 0
-
-
-def _forked(rows: list[CachedRow], numbers: Ordered[int]) -> list[CachedRow]:
-    """All or none."""
-    forks: list[CachedRow] = []
-    try:
-        forks.extend(rows[number].fork() for number in numbers)
-    except BaseException:
-        for fork in forks:
-            fork.close()
-        raise
-    return forks
+        whole = positions is not None and positions.shape[-1] > self.num_columns and not positions[..., 0].any()
+        return self.num_columns if cuts and whole else 0

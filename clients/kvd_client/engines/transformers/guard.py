@@ -23,6 +23,7 @@ from kvd.errors import ClientClosed, EngineUnsupported
 from kvd_client.engines.transformers.cache import KvdCache
 from kvd_client.engines.transformers.identity import state_stamp
 from kvd_client.engines.transformers.row_attention import switch_attention
+from kvd_client.engines.transformers.step_checks import check_beginning, check_room
 from kvd_client.engines.transformers.support import layer_windows
 from kvd_client.engines.transformers.wrapping import wrap_generate
 
@@ -199,13 +200,13 @@ def _check_prompt(model: PreTrainedModel, cache: KvdCache, input_ids: Any, kwarg
     num_ids = input_ids.shape[1]
     if mask is None or mask.shape[-1] == num_ids:
         # transformers takes these ids for the whole sequence and cuts off as many of them as the cache holds.
-        cache.require_prompt(input_ids, mask)
+        check_beginning(cache.rows, cache.num_columns, input_ids, mask)
         num_columns = num_ids
     else:
         num_columns = cache.get_seq_length() + num_ids
     max_new_tokens = setting(model, kwargs, "max_new_tokens")
     if max_new_tokens:
-        cache.require_room(num_columns, max_new_tokens)
+        check_room(cache.rows, num_columns, max_new_tokens)
     return num_wanted // num_rows
 
 

@@ -1,4 +1,6 @@
-"""Whether a forward pass is the next step of what a cache holds: its tokens, its mask, its positions."""
+"""Whether what a cache is given goes on from what it holds: the prompt of a `generate`, and of each forward pass the
+tokens, the mask and the positions. Nothing is changed here.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,80 @@ from typing import Any
 
 import torch
 
-from kvd.errors import EngineUnsupported, InvalidRequest
+from kvd.errors import EngineUnsupported, InvalidRequest, SequenceTooLong
 from kvd_client.engines.transformers.rows import CachedRow
+
+
+def check_beginning(
+    rows: Sequence[CachedRow], num_columns: int, input_ids: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    """Raises `InvalidRequest` unless `input_ids` [rows, n] are whole sequences that begin with what the rows hold.
+
+    `num_columns` are the columns held, `mask` is [rows, n], or None for no padding.
+    """
+    num_ids = input_ids.shape[1]
+    if num_columns >= num_ids:
+        raise InvalidRequest(
+            f"the cache holds {num_columns} tokens and input_ids has {num_ids}: pass the whole sequence with "
+            f"at least one token more than the cache (after generate: its output and what follows)"
+        )
+    if num_columns and mask is not None:
+        check_mask(mask, [row.num_padding for row in rows], num_ids)
+    for row, ids in zip(rows, input_ids.tolist(), strict=True):
+        known, own = row.token_ids, ids[row.num_padding :]
+        num_held = row.num_tokens
+        num_common = min(num_held, len(own))
+        matching = next((at for at in range(num_common) if known[at] != own[at]), num_common)
+        if matching < num_held:
+            raise InvalidRequest(
+                f"this KvdCache holds other tokens than input_ids: the sequence holds {num_held} tokens; only the "
+                f"first {matching} are the prompt's"
+            )
+
+
+def check_room(rows: Sequence[CachedRow], num_columns: int, num_new: int) -> None:
+    """Raises `SequenceTooLong` unless `num_new` tokens fit behind `num_columns` columns; the last is not computed."""
+    for row in rows:
+        num_total = num_columns - row.num_padding
+        if num_total + num_new - 1 > row.sequence.max_tokens:
+            raise SequenceTooLong(
+                f"{num_total} tokens and {num_new} new ones need attach(..., max_tokens={num_total + num_new}); "
+                f"this cache was attached for {row.sequence.max_tokens}"
+            )
+
+
+def check_num_rows(input_ids: torch.Tensor, num_rows: int) -> None:
+    """Raises `EngineUnsupported` unless `input_ids` are [num_rows, n]."""
+    if input_ids.dim() != 2 or input_ids.shape[0] != num_rows:
+        holds = "one sequence" if num_rows == 1 else f"{num_rows} sequences"
+        raise EngineUnsupported(
+            f"input_ids of shape {list(input_ids.shape)} over a cache of {holds}: attach with the whole batch, or "
+            f"repeat its rows with batch_repeat_interleave"
+        )
+
+
+def check_step(
+    rows: Sequence[CachedRow],
+    start: int,
+    input_ids: torch.Tensor,
+    mask: Any,
+    positions: torch.Tensor | None,
+    *,
+    may_go_on: bool,
+) -> list[list[int]]:
+    """All that is to be seen of a forward pass over `input_ids` [rows, n] from column `start` on; returns per row the
+    ids that are new to it. Raises `InvalidRequest`, `EngineUnsupported` or `SequenceTooLong`.
+    """
+    stop = start + input_ids.shape[1]
+    paddings = [row.num_padding for row in rows]
+    check_mask(mask, paddings, stop)
+    new_ids = [
+        check_tokens(row, ids, start, stop, may_go_on=may_go_on)
+        for row, ids in zip(rows, input_ids.tolist(), strict=True)
+    ]
+    check_positions(positions, paddings, start, stop)
+    check_room(rows, stop, 1)
+    return new_ids
 
 
 def check_tokens(row: CachedRow, ids: list[int], start: int, stop: int, *, may_go_on: bool) -> list[int]:
