@@ -29,7 +29,10 @@ def test_a_group_measures_its_rows(group):
 @pytest.mark.model
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("group", SLOW, ids=lambda group: group.targets[0].name)
-def test_the_real_model_measures_its_rows(group):
+def test_the_real_model_measures_its_rows(group, monkeypatch):
+    # That it measures is shown by a prompt of a quarter just as well, in a tenth of the time.
+    monkeypatch.setattr(model, "NUM_CACHED", model.NUM_CACHED // 4)
+    monkeypatch.setattr(restart, "NUM_CACHED", restart.NUM_CACHED // 4)
     measured(group)
 
 

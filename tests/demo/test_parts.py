@@ -96,7 +96,7 @@ def test_a_daemon_that_does_not_start_is_an_error_with_its_own_words() -> None:
 
 def test_a_worker_that_ends_early_is_named_with_its_last_words(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with Worker(name="A", runtime_dir=tmp_path, log=log, document="nowhere", question="?") as worker:
+    with Worker(name="A", runtime_dir=tmp_path, log=log, document="nowhere", question="?", unpacked=tmp_path) as worker:
         with pytest.raises(WorkerFailed, match=r"A ended with exit code 1: FileNotFoundError.*nowhere"):
             await_all([worker], Ready, lambda *_: None)
         with pytest.raises(WorkerFailed, match="A ended: FileNotFoundError"):
@@ -104,7 +104,9 @@ def test_a_worker_that_ends_early_is_named_with_its_last_words(tmp_path: Path) -
 
 
 def test_a_silent_worker_is_not_waited_for_without_end(tmp_path: Path) -> None:
-    worker = Worker(name="A", runtime_dir=tmp_path, log=tmp_path / "log", document="pump", question="?")
+    worker = Worker(
+        name="A", runtime_dir=tmp_path, log=tmp_path / "log", document="pump", question="?", unpacked=tmp_path
+    )
     with pytest.raises(WorkerFailed, match="A did not answer in time"), worker:
         await_all([worker], Ready, lambda *_: None, timeout_s=0.0)
 

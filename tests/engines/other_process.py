@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvd_client
-from kvd.cli.demo import model as smollm2
 from kvd_client.engines.transformers import attach
+from tests.support import smollm2
 
 NUM_NEW = 12
 
@@ -43,7 +43,7 @@ def generate_split(model: Any, input_ids: torch.Tensor, num_first: int, num_new:
 
 def load(name: str, attention: str) -> Any:
     if name == "smollm2":
-        return smollm2.load_model()
+        return smollm2.load()[0]
     return AutoModelForCausalLM.from_pretrained(name, attn_implementation=attention).eval()
 
 

@@ -14,10 +14,11 @@ import torch
 
 import kvd_client
 from kvd.cli.demo import documents
-from kvd.cli.demo import model as smollm2
+from kvd.cli.demo.model import encode_prompt
 from kvd_client.engines.transformers import attach
 from tests.engines.other_process import NUM_NEW
 from tests.engines.tiny import FAMILIES, greedy, prompt, tiny_model
+from tests.support import smollm2
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,10 +72,10 @@ def test_a_second_process_reuses_a_tiny_models_prefix(
 @pytest.mark.model
 @pytest.mark.timeout(600)
 def test_a_second_process_reuses_smollm2s_prefix(runtime_dir: Path, client: kvd_client.Client, salt: str) -> None:
-    model, tokenizer = smollm2.load_model(), smollm2.load_tokenizer()
+    model, tokenizer = smollm2.load()
     text = documents.read("pump")[:2000]
-    first = smollm2.encode_prompt(tokenizer, text, "How much does the pump weigh?")
-    second = smollm2.encode_prompt(tokenizer, text, "What is this manual for?")
+    first = encode_prompt(tokenizer, text, "How much does the pump weigh?")
+    second = encode_prompt(tokenizer, text, "What is this manual for?")
     uncached = greedy(model, second, NUM_NEW)
     with attach(client, model, first, salt=salt) as cache:
         greedy(model, first, NUM_NEW, cache=cache)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from kvd.cli.demo import model as smollm2
 from tests.engines.other_process import generate_split
 from tests.soak.engine_prompts import BLOCK_TOKENS, MIN_GAP, NUM_NEW, texts
+from tests.support import smollm2
 
 
 def controls(model: Any, input_ids: torch.Tensor) -> tuple[dict[str, Any], list[int]]:
@@ -33,7 +33,7 @@ def controls(model: Any, input_ids: torch.Tensor) -> tuple[dict[str, Any], list[
 
 def main(file: str) -> None:
     torch.set_num_threads(1)
-    tokenizer, model = smollm2.load_tokenizer(), smollm2.load_model()
+    model, tokenizer = smollm2.load()
     found = [controls(model, tokenizer(text, return_tensors="pt").input_ids) for text in texts()]
     torch.save([control for control, _ in found], file)
     for _, tokens in found:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from kvd.cli.demo import model as smollm2
 from kvd_client.engines.transformers import shared
 from tests.engines.other_process import generate
 from tests.soak.engine_prompts import NUM_NEW
+from tests.support import smollm2
 
 
 def ask(model: Any, control: dict[str, Any], statistics: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def ask(model: Any, control: dict[str, Any], statistics: Any) -> dict[str, Any]:
 def main(runtime_dir: str, seed: str, oracle: str) -> None:
     torch.set_num_threads(1)
     choose = random.Random(seed)
-    model, controls = smollm2.load_model(), torch.load(oracle, weights_only=True)
+    model, controls = smollm2.load()[0], torch.load(oracle, weights_only=True)
     with shared(model, runtime_dir=runtime_dir) as statistics:
         while not select.select([sys.stdin], [], [], 0)[0]:
             prompt = choose.randrange(len(controls))

@@ -61,9 +61,15 @@ def after_a_restart(folder: Path, runtime_dir: Path, seen: Seen) -> list[Result]
 
 
 def _start(stack: ExitStack, folder: Path, runtime_dir: Path, name: str, document: str, question: str) -> Worker:
-    log = folder / f"worker-{name}.log"
     return stack.enter_context(
-        Worker(name=name, runtime_dir=runtime_dir, log=log, document=document, question=question)
+        Worker(
+            name=name,
+            runtime_dir=runtime_dir,
+            log=folder / f"worker-{name}.log",
+            document=document,
+            question=question,
+            unpacked=folder / "model",
+        )
     )
 
 

@@ -1,6 +1,7 @@
-"""One inference process of the demo: `python -m kvd.cli.demo.worker RUNTIME_DIR DOCUMENT QUESTION LABEL`.
+"""One inference process of the demo: `python -m kvd.cli.demo.worker RUNTIME_DIR DOCUMENT QUESTION LABEL UNPACKED`.
 
-An ordinary client of the daemon. Tells its events on standard output and takes its cues from standard input.
+An ordinary client of the daemon. The first one unpacks the model into the folder UNPACKED, for all of them. Tells its
+events on standard output and takes its cues from standard input.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvd.cli.demo import documents, model
@@ -37,13 +39,12 @@ class _FirstToken:
         """Nothing is left to show."""
 
 
-def main(runtime_dir: str, document: str, question: str, label: str) -> None:
+def main(runtime_dir: str, document: str, question: str, label: str, unpacked: str) -> None:
     """Loads, answers, checks; one step for each cue."""
     text = documents.read(document)
     tell = _event_stream()
-    stages = iter(
-        ("starting torch", "reading the tokenizer", "unpacking the weights", "naming the weights", "warming up")
-    )
+    folder = Path(unpacked)
+    stages = iter(("starting torch", "unpacking the model", "loading the weights", "naming the weights", "warming up"))
 
     def next_stage(num_done: int) -> None:
         tell(Loading(stage=next(stages), num_done=num_done, num_stages=5))
@@ -53,10 +54,11 @@ def main(runtime_dir: str, document: str, question: str, label: str) -> None:
     from kvd_client.engines.transformers import attach, namespace
 
     next_stage(1)
-    tokenizer = model.load_tokenizer()
+    model.unpack(folder)
+    tokenizer = model.load_tokenizer(folder)
     input_ids = model.encode_prompt(tokenizer, text, question)
     next_stage(2)
-    llm = model.load_model()
+    llm = model.load_model(folder)
     next_stage(3)
     namespace(llm)
     next_stage(4)

@@ -41,14 +41,18 @@ class WorkerFailed(click.ClickException):
 class Worker:
     """One process. A context manager; at the end it is told to stop, and stopped if it does not."""
 
-    def __init__(self, *, name: str, runtime_dir: Path, log: Path, document: str, question: str) -> None:
+    def __init__(
+        self, *, name: str, runtime_dir: Path, log: Path, document: str, question: str, unpacked: Path
+    ) -> None:
+        """`unpacked` is where the model is, or where the first worker puts it."""
         self.name = name
         self.question = question
         self._log = log
         self._pending: list[Event] = []
         self._partial = b""
         environ = clean_environ() | _ENVIRON
-        command = [sys.executable, "-m", "kvd.cli.demo.worker", str(runtime_dir), document, question, name]
+        arguments = [str(runtime_dir), document, question, name, str(unpacked)]
+        command = [sys.executable, "-m", "kvd.cli.demo.worker", *arguments]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, env=environ
