@@ -1,8 +1,7 @@
-"""One method per request: the order of effects."""
+"""`Service`: makes the parts, hands each request to the verb it is for, and says after each event who goes on."""
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -10,20 +9,20 @@ from dataclasses import replace
 from typing import Any
 
 from kvd.block import SessionId
-from kvd.errors import DaemonRestarted, KvdError, PermissionRefused, StateError
+from kvd.errors import DaemonRestarted, KvdError, PermissionRefused
 from kvd.mover import Mover
 from kvd.pool import Pool, Pools
 from kvd.protocol import requests
-from kvd.protocol.replies import Done, Failed, Reply, StatusReply
+from kvd.protocol.replies import Done, Reply, StatusReply
 from kvd.service import status
-from kvd.service.attempts import Attempt
+from kvd.service.answers import Answers
 from kvd.service.below import Below
 from kvd.service.blob_verbs import BlobVerbs
 from kvd.service.homes import Home, Homes
 from kvd.service.identity import Identity
 from kvd.service.idle import IdleRelease
 from kvd.service.opening import Opening
-from kvd.service.outbox import Outgoing, SendReply
+from kvd.service.outbox import Outgoing
 from kvd.service.pin_files import PinFiles
 from kvd.service.pins import Pins
 from kvd.service.places import Places
@@ -38,8 +37,6 @@ from kvd.service.settings import ServerFigures, ServiceSettings
 from kvd.service.tier_verbs import TierVerbs
 from kvd.service.upkeep_verbs import UpkeepVerbs
 from kvd.status import Snapshot, WaitStatus
-
-_log = logging.getLogger(__name__)
 
 
 class Service:
@@ -79,6 +76,7 @@ class Service:
         self.sessions: dict[SessionId, Session] = {}
         self.savings = Savings()
         self._last_session = 0
+        self._answers = Answers(outbox=self.outbox, sessions=self.sessions, counters=self.counters, epoch=epoch)
         self._table = SegmentTable(self.homes, pools, self.outbox, epoch)
         self._progress = Progress(
             pools=pools,
@@ -87,8 +85,8 @@ class Service:
             sessions=self.sessions,
             settings=self.settings,
             clock=clock,
-            reply=self._send,
-            fail=self._fail_attempt,
+            reply=self._answers.send,
+            fail=self._answers.fail_attempt,
         )
         self.below: Below | None = None
         """What is done with the tiers below; None without any."""
@@ -104,7 +102,7 @@ class Service:
                 counters=self.counters,
                 clock=clock,
             )
-        tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._send_late)
+        tiers = TierVerbs(self.below, pools, self._progress, self.settings, epoch, self._answers.send_late)
         places = Places(pools, self.homes, lambda: self.pool_rules)
         self.pins = Pins(
             pools=pools,
@@ -136,7 +134,7 @@ class Service:
             settings=self.settings,
             epoch=epoch,
             flush=tiers.flush,
-            reply=self._send_late,
+            reply=self._answers.send_late,
         )
         self._idle = IdleRelease(
             homes=self.homes,
@@ -146,7 +144,7 @@ class Service:
             is_draining=self._table.is_draining,
             settle=self._progress.settle,
             again=self._carry_out,
-            fail=self._fail,
+            fail=self._answers.fail,
             idle_s=self.settings.idle_release_s,
             bound_s=self.settings.tiers.drain_s,
             patience_s=self.settings.restore_wait_s,
@@ -245,10 +243,10 @@ class Service:
                 raise DaemonRestarted(f"the request names epoch {request.epoch}, this daemon's is {self.epoch}")
             reply = self._verbs[type(request)](session, request)
         except KvdError as error:
-            self._fail(session, request, error)
+            self._answers.fail(session, request, error)
         else:
             if reply is not None:
-                self._send(session, reply)
+                self._answers.send(session, reply)
 
     def segment_closed(self, session_id: SessionId, pool_id: int, segment: int) -> None:
         """A session says that it maps a revoked device segment no more. What it was not asked for is only counted."""
@@ -381,23 +379,3 @@ class Service:
     def _blocks_moved(self, *pools: Pool) -> None:
         if self.below is not None:
             self.below.blocks_moved(pools)
-
-    def _send(self, session: Session, reply: Reply) -> None:
-        self.outbox.append(SendReply(session.id, reply))
-
-    def _send_late(self, session: Session, reply: Reply) -> None:
-        if session.id in self.sessions:
-            self._send(session, reply)
-
-    def _fail_attempt(self, attempt: Attempt, error: KvdError) -> None:
-        self._fail(attempt.session, attempt.request, error)
-
-    def _fail(self, session: Session, request: requests.Request, error: KvdError) -> None:
-        """The one place where an error becomes what its session is told."""
-        self.counters["failed_requests"] += 1
-        if isinstance(error, StateError):
-            _log.error("a defect in kvd: %s", error, exc_info=error)
-        if isinstance(request, requests.Release) and not request.ack:
-            self.counters["failed_releases"] += 1
-            return
-        self._send(session, Failed(request.request_id, self.epoch, error.code, str(error)))
