@@ -34,7 +34,8 @@ class Stock(abc.ABC, Generic[SegmentT]):
     False and True, where the subclass knows of a second one.
 
     Invariant, whenever the lock is free: taken + ready + being made <= budget (in segments), except after a budget was
-    lowered below what is taken. A segment that was taken once is never handed out again: memory never changes tenant.
+    lowered below what is taken or being made; what is made then is destroyed. A segment that was taken once is never
+    handed out again: memory never changes tenant.
 
     `take`, `request`, `withdraw`, `discard`, `retry`, `set_budget` and the figures are quick and may be called from any
     one thread beside the stock's own; the lock is never held over an allocation, a close or `on_ready`.
@@ -185,7 +186,9 @@ class Stock(abc.ABC, Generic[SegmentT]):
     def _made(self, kind: bool, segment: SegmentT) -> None:
         with self._changed:
             self._num_making, self._told = 0, False
-            self._ready[kind].append(segment)
+            # A budget that was lowered meanwhile has no room for it, and nobody would ever take it.
+            has_room = self._num_held() < self._max_segments
+            (self._ready[kind] if has_room else self._discarded).append(segment)
 
     def _fail(self, reason: str) -> None:
         with self._changed:

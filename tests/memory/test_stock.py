@@ -185,6 +185,23 @@ def test_a_smaller_budget_destroys_what_is_ready_above_it(machine: Machine) -> N
     assert stock.ready_nbytes == 3 * MIB
 
 
+def test_what_is_being_made_while_the_budget_shrinks_is_not_kept_above_it(machine: Machine) -> None:
+    stock = machine.stock(2)
+    stock.start()
+    stock.request(1)
+    machine.wait_for_words(1)
+
+    def available() -> int:
+        stock.set_budget(MIB)
+        return 1 << 40
+
+    stock._available = available
+    with stock.take():  # type: ignore[union-attr]
+        stock.request(1)
+        machine.wait_for_words(1)
+        assert (stock.ready_nbytes, stock.taken_nbytes) == (0, MIB)
+
+
 def test_a_smaller_budget_destroys_ready_huge_segments_too_after_the_plain_ones(machine: Machine) -> None:
     stock = machine.stock(4, prefault="background")
     stock.start()
