@@ -51,6 +51,8 @@ class CardMemory:
         self._prefault = prefault
         self._on_ready = on_ready
         self._budget_nbytes = 0
+        self._setting_budget = threading.Lock()
+        """So that a budget set while the card opens is the stock's, too. Held for moments only."""
         self._stock: DeviceStock | None = None
         self._engine: CopyEngine | None = None
         self._locks: SegmentLocks | None = None
@@ -85,7 +87,9 @@ class CardMemory:
             opened.callback(locks.close)
             self._opened = opened.pop_all()
         self.segment_nbytes = stock.segment_nbytes
-        self._engine, self._locks, self._stock = engine, locks, stock
+        with self._setting_budget:
+            stock.set_budget(self._budget_nbytes)
+            self._engine, self._locks, self._stock = engine, locks, stock
 
     def close(self) -> None:
         """Gives everything back; nobody copies or maps anything any more. Never raises; idempotent."""
@@ -190,10 +194,11 @@ class CardMemory:
 
     def set_budget(self, budget_nbytes: int) -> None:
         """From now on, or from its return on, at most this much."""
-        self._budget_nbytes = budget_nbytes
-        stock = self._stock
-        if stock is not None:
-            stock.set_budget(budget_nbytes)
+        with self._setting_budget:
+            self._budget_nbytes = budget_nbytes
+            stock = self._stock
+            if stock is not None:
+                stock.set_budget(budget_nbytes)
 
     def available_nbytes(self) -> int:
         """What the card could still give."""
