@@ -57,6 +57,10 @@ class Below:
         self._learning: dict[NamespaceDigest, int] = {}
         """Where those wait who open a namespace for the first time."""
         self._poll_at_s = self._measure_at_s = clock()
+
+        def is_lost(pool: Pool) -> bool:
+            return homes.of(pool).lost is not None
+
         self.lineages = Lineages(
             mover,
             on_learnt=self._learnt,
@@ -69,7 +73,7 @@ class Below:
             grow=progress.growth.for_promotion,
             resume=progress.answered_below,
             drops_below=lambda pool: policy_of(pool).after_promote == "drop",
-            is_lost=lambda pool: homes.of(pool).lost is not None,
+            is_lost=is_lost,
         )
         self.flushing = Flushing(mover, self.lineages, lambda: pools.all)
         self.spilling = Spilling(
@@ -79,6 +83,7 @@ class Below:
             pools=lambda: pools.all,
             settings=settings,
             policy_of=policy_of,
+            is_lost=is_lost,
             clock=clock,
             on_stale=self.flushing.stale,
         )

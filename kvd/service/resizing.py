@@ -69,7 +69,7 @@ class Resizing:
 
     def _is_copying(self, resize: _Resize) -> bool:
         spilling = self._spilling
-        if spilling is None or self._clock() >= resize.until_s or not spilling.may_copy:
+        if spilling is None or self._clock() >= resize.until_s or not spilling.may_copy or resize.home.lost is not None:
             return False
         uncopied, num_copying = resize.plan.uncopied(spilling.accepts), resize.plan.num_copying
         if not uncopied and not num_copying:

@@ -45,8 +45,8 @@ class _Shelf:
 class Spilling:
     """Best effort: a copy that fails leaves its block, which is then dropped and counted when room is needed.
 
-    `on_stale(namespace, flushed)` is told when a tier says that the namespace is in another generation. Loop thread
-    only.
+    `on_stale(namespace, flushed)` is told when a tier says that the namespace is in another generation. A pool that
+    `is_lost`, with its card, is left alone: nothing can be read there, and no tier is to blame. Loop thread only.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Spilling:
         pools: Callable[[], Iterable[Pool]],
         settings: TierSettings,
         policy_of: Callable[[Pool], PoolPolicy],
+        is_lost: Callable[[Pool], bool],
         clock: Callable[[], float],
         on_stale: Callable[[NamespaceDigest, bool], None],
     ) -> None:
@@ -67,6 +68,7 @@ class Spilling:
         self._pools = pools
         self._settings = settings
         self._policy_of = policy_of
+        self._is_lost = is_lost
         self._clock = clock
         self._on_stale = on_stale
         self._shelves: dict[int, _Shelf] = {}
@@ -207,10 +209,12 @@ class Spilling:
         return self._shelves.setdefault(pool.pool_id, _Shelf())
 
     def _room(self, pool: Pool, shelf: _Shelf) -> int:
-        """Blocks that may begin their way down now; one at least when nothing is under way.
+        """Blocks that may begin their way down now; one at least when nothing is under way, none of a lost pool.
 
         A block being copied cannot be evicted, so a pool never has more than a small share of its blocks on the way.
         """
+        if self._is_lost(pool):
+            return 0
         by_bytes = (self._settings.max_spilling_nbytes - self._in_flight_nbytes) // pool.block_nbytes
         by_share = pool.num_attainable // MAX_SHARE_DIVISOR - len(shelf.in_flight)
         return max(min(by_bytes, by_share), 0 if self._in_flight_nbytes else 1)
@@ -284,7 +288,7 @@ class Spilling:
             # A flush of ours has given it another generation since; then there is nothing new in this.
             if lineage is not None and lineage.generations == job.generations:
                 self._on_stale(job.ticket.namespace, error.cause == "flushed")
-        elif error is not None and not job.cancelled:
+        elif error is not None and not job.cancelled and not self._is_lost(pool):
             self._rest_until_s = self._clock() + self._settings.retry_s
         if error is not None and self._policy_of(pool).spill != "on_evict" and not isinstance(error, BlockCorrupt):
             self._shelf(pool).backlog.appendleft(job.key)  # or it would wait for the watermarks

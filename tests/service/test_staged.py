@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from kvd.block import BlockId, ChainHash
 from kvd.cuda import Driver, pid_namespace
 from kvd.hashing import pack_hashes
 from kvd.memory import CardMemory
-from kvd.mover import Carry, Fill, Lookup
+from kvd.mover import Carry, Fill, Lookup, Spill
 from kvd.protocol import requests
 from kvd.protocol.replies import Begun, Flushed
 from kvd.service.homes import Card, Home
@@ -58,10 +59,8 @@ class StagedHouse(TieredHouse):
         super().check()
         assert (
             not any(pool.num_in_transit for pool in self.pools.all)
-            or self.mover.waiting(Carry)
-            or (
-                self.mover.running(Carry) or self.mover.waiting(Fill) or self.mover.running(Fill) or self.mover.has_done
-            )
+            or any(self.mover.waiting(kind) or self.mover.running(kind) for kind in (Carry, Fill, Spill))
+            or self.mover.has_done
         ), "a block is held for a copy that nobody makes"
 
 
@@ -331,6 +330,26 @@ def test_nobody_waits_for_a_card_that_is_lost(house: StagedHouse, machine: FakeM
     house.memory_ready()
     house.run_mover()
     assert attached(before).reply.num_cached == 0
+
+
+def test_a_card_that_is_lost_holds_up_no_copies_of_other_pools(machine: FakeMachine) -> None:  # noqa: F811
+    driver = Driver()
+    with contextlib.ExitStack() as ends:
+        memory = CardMemory(driver, driver.devices[0], decide=lambda _free, _total: (2 * MIB, 2 * MIB), prefault="lazy")
+        ends.callback(memory.close)
+        memory.open()
+        house = StagedHouse(memory, spill="write_through")
+        ends.callback(house.close)
+        house.on_card().publish(PROMPT)
+        machine.lose_card(0)
+        house.run_mover()
+        assert memory.lost
+        assert house.mover.status().counters["failed_spills"] == 3, "of a lost card nothing is copied twice"
+        client = house.client()
+        client.open(device="host")
+        client.publish(names("x", "y", "z"))
+        house.run_mover()
+        assert house.held_below() == set(names("x", "y", "z")), "at once, without a rest"
 
 
 def test_who_computes_itself_is_told_that_it_would_wait_for_the_other_side(house: StagedHouse) -> None:
