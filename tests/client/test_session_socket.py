@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 import threading
@@ -14,12 +15,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 import kvd_client
-from kvd.errors import DaemonRestarted, DaemonUnavailable, KvdError, PermissionRefused
+from kvd.errors import ConnectionFailed, DaemonRestarted, DaemonUnavailable, KvdError, PermissionRefused
 from kvd.protocol import session as wire
 from kvd_client.memory.attendant import attendant
 from kvd_client.session import link as link_module
 from kvd_client.session import session_socket
 from kvd_client.session.session_socket import SessionSocket
+from tests.client.homes import host_only
+from tests.client.kv import LAYOUT, MODEL
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
@@ -193,6 +196,22 @@ def test_a_link_is_lost_once_though_another_comes_in_between_two_lines(
         sys.settrace(before)
     assert told == [link.lost]
     assert isinstance(link.lost, DaemonRestarted)
+
+
+@host_only("no descriptor comes with a segment on a card")
+def test_a_descriptor_that_finds_no_room_ends_the_session_at_once(client: kvd_client.Client) -> None:
+    cache = client.cache(model=MODEL, layout=LAYOUT)
+    assert cache.match(range(100)) == 0  # it is open
+    limits, lowest_free = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        with pytest.raises(ConnectionFailed, match="no file descriptor left"):
+            cache.sequence(range(100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with cache.sequence(range(100)) as sequence:  # in another session
+        assert sequence.num_cached_tokens == 0
 
 
 def test_a_close_that_the_daemon_does_not_read_is_kept_for_later_and_never_blocks(greeted: Greeted) -> None:

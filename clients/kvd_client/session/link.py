@@ -175,8 +175,12 @@ class Link:
             self.lose(DaemonRestarted("the daemon ended the session; close what is open, then use the client again"))
             return
         message, fd = arrival.message, arrival.fd
-        if isinstance(message, SegmentGranted) and fd is not None:
-            self._segments.granted(message, fd)
+        if isinstance(message, SegmentGranted):
+            if fd is None:
+                # The kernel drops what finds no room, and the daemon grants a segment once.
+                self.lose(_no_descriptor_left())
+            else:
+                self._segments.granted(message, fd)
             return
         if fd is not None:
             os.close(fd)
@@ -375,6 +379,12 @@ def _export(message: DeviceSegmentGranted) -> DeviceExport:
         pid_namespace=message.pid_namespace,
         pid=message.pid,
         epoch=message.epoch,
+    )
+
+
+def _no_descriptor_left() -> ConnectionFailed:
+    return ConnectionFailed(
+        "this process had no file descriptor left for a segment (ulimit -n), so the session was closed; raise the limit"
     )
 
 
