@@ -117,14 +117,15 @@ class IdleRelease:
 
     def _bring_back(self, rest: _Rest) -> None:
         stock = rest.card.stock
-        if stock.is_changing or not rest.waiters:
+        if stock.is_changing:
             return
-        if stock.failure is None:
-            _log.info("%s is wanted again", rest.home.device)
-            stock.restore()
-            return
-        # Whoever asks next has it tried again.
+        # Whoever asks next has it tried again, also where nobody is left to be told.
         failure, stock.failure = stock.failure, None
+        if failure is None:
+            if rest.waiters:
+                _log.info("%s is wanted again", rest.home.device)
+                stock.restore()
+            return
         _log.warning("%s did not come back: %s", rest.home.device, failure)
         waiters, rest.waiters = rest.waiters, []
         for waiter in waiters:
