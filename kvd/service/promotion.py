@@ -22,6 +22,9 @@ from kvd.tiers.base import TierKey
 
 MAX_PROMOTIONS = 256
 """At the same time; beyond that a missing block is simply computed."""
+MAX_ASKED = 1 << 17
+"""Hashes that the tiers are being asked about beyond which a prompt that nobody waits for is not looked for: each takes
+some 200 bytes until it is answered, and who prefetches is held back by no answer."""
 FROM_CARD = -1
 """The place of a block that the card's pool has; others are levels of the tiers."""
 Grown = Literal["grown", "later", "refused"]
@@ -106,6 +109,8 @@ class Promotions:
         self._open: dict[int, Promotion] = {}
         self._by_hash: dict[tuple[int, ChainHash], Promotion] = {}
         """Of each FILLING hash the promotion that brings it."""
+        self._num_asked = 0
+        """Hashes in questions that are not answered yet."""
         self.num_refused = 0
         """Prefixes that were not looked for below because too many are under way."""
 
@@ -135,7 +140,11 @@ class Promotions:
             return None
         source, missing = cache.pool.source, hashes[num_resident:]
         num_on_card = 0 if source is None or self._is_lost(source) else source.match(missing)
-        asks = num_on_card < len(missing) and self._mover.stack.is_answering()
+        rest = missing[num_on_card:]
+        asks = bool(rest) and self._mover.stack.is_answering()
+        if asks and not waited_for and self._num_asked and self._num_asked + len(rest) > MAX_ASKED:
+            self.num_refused += 1
+            asks = False
         if not num_on_card and not asks:
             return None
         hold = cache.pool.hold(hashes[:num_resident])
@@ -149,7 +158,7 @@ class Promotions:
             cache.namespace.found_below += num_on_card
         promotion.is_asking = asks
         if asks:
-            rest = missing[num_on_card:]
+            self._num_asked += len(rest)
 
             def on_done(job: Lookup) -> None:
                 self._looked_up(promotion, rest, job)
@@ -182,6 +191,7 @@ class Promotions:
 
     def _looked_up(self, promotion: Promotion, missing: Sequence[ChainHash], job: Lookup) -> None:
         promotion.is_asking = False
+        self._num_asked -= len(missing)
         namespace = promotion.cache.namespace
         namespace.asked_below += len(missing)
         if job.error is None and not promotion.is_abandoned and not promotion.is_void:

@@ -13,6 +13,7 @@ from kvd.mover.jobs import Rank
 from kvd.protocol import requests
 from kvd.protocol.replies import Begun, Done
 from kvd.protocol.wire import unpack_block_ids
+from kvd.service import promotion
 from tests.service.harness import Attached, expect, names, reserved_blocks
 from tests.service.tiers import TieredClient, TieredHouse, content
 from tests.support.dict_tier import DictTier
@@ -374,3 +375,28 @@ def test_the_ids_of_promoted_blocks_are_granted_first(house: TieredHouse) -> Non
     client.try_begin(PROMPT)
     house.run_mover()
     client.may_map(unpack_block_ids(expect(Begun, client.answer()).blocks))
+
+
+def test_what_nobody_waits_for_is_asked_within_a_bound(  # case B10
+    house: TieredHouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotion, "MAX_ASKED", 5)
+    (client,) = opened(house)
+
+    def asked() -> int:
+        return sum(len(lookup.keys) for lookup in house.mover.waiting(Lookup))
+
+    def prefetch(*words: str) -> None:
+        expect(Done, client.ask(requests.Prefetch, 1, pack_hashes(names(*words))))
+
+    prefetch(*"abcdefg")
+    assert asked() == 7, "one that is alone may be as long as it likes"
+    prefetch("h")
+    assert asked() == 7
+    client.try_begin(names("i"), 2)
+    assert asked() == 8, "somebody waits for this one"
+    house.run_mover(Lookup)
+    prefetch(*"abc")
+    prefetch("h", "i")
+    prefetch("k")
+    assert asked() == 5
