@@ -161,7 +161,7 @@ class DaemonRestarted(KvdError):
 
 
 class RequestTimeout(KvdError, TimeoutError):
-    """The daemon lives but did not answer within the bound; the session was closed, so nothing stays held."""
+    """The daemon lives but did not answer within the bound; the session ends as soon as nothing of it is mapped."""
 
     code = "request-timeout"
     exit_code = 6

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvd_client
-from kvd.errors import DaemonRestarted, EngineUnsupported
+from kvd.errors import DaemonRestarted, EngineUnsupported, RequestTimeout
 from kvd.protocol.requests import Release, Request
 from tests.client.homes import host_only, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
@@ -153,6 +153,40 @@ def test_a_closed_clients_session_stays_as_long_as_a_tensor_needs_it(daemon: Dae
 
 
 # case B12
+# case B14
+def test_a_session_that_is_given_up_keeps_what_is_mapped_until_nothing_is(
+    daemon: Daemon, client: kvd_client.Client
+) -> None:
+    seq, session = full_sequence(client), client.session_id
+    with kvd_client.connect(daemon.folder) as other:
+        held = figures(other)[session]
+        tensor = seq.layer(1)[0]
+        client._runner.link.lose(RequestTimeout("the daemon lives, and did not answer in time"))
+        assert figures(other)[session] == held == (6, held[1])
+        seq.close()
+        assert figures(other)[session] == held
+        assert torch.equal(tensor, keys_values(1, PROMPT, 0, 100)[0])
+        del tensor
+        let_go()
+        eventually(lambda: session not in figures(other))
+    # It holds nothing now, so it connects again.
+    assert figures(client) == {client.session_id: (0, 0)}
+
+
+@pytest.mark.parametrize("home", ["card"], indirect=True)
+def test_the_daemons_end_is_heard_though_the_client_was_closed_before(daemon: Daemon) -> None:
+    with kvd_client.connect(daemon.folder) as client:
+        seq, link = full_sequence(client), client._runner.link
+        tensor = seq.layer(1)[0]
+    assert link.session.fileno() >= 0, "a tensor needs it"
+    daemon.kill()
+    # Or whoever reads it would be told of the end again and again.
+    eventually(lambda: link.session.fileno() == -1)
+    assert torch.equal(tensor, keys_values(1, PROMPT, 0, 100)[0])
+    del tensor
+    let_go()
+
+
 def test_tensors_outlive_the_daemon(daemon: Daemon, client: kvd_client.Client) -> None:
     seq = full_sequence(client)
     keys, _values = seq.layer(1)

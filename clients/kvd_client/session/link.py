@@ -131,15 +131,23 @@ class Link:
             raise type(lost)(*lost.args)
 
     def lose(self, reason: KvdError) -> None:
-        """The session is over: every later request raises `reason`, and the daemon takes everything back.
+        """Every later request raises `reason`, and the daemon takes everything back as soon as nothing is mapped.
 
-        Idempotent, from any thread, and from finalizers.
+        Not sooner: it would give to others what sequences of ours still show, and write. Idempotent, from any thread,
+        and from finalizers.
         """
         if self._is_fate(reason):
-            self.session.close()
-            # A mapping may be under way in another thread, with one of these descriptors.
-            self.guard.later(self._segments.close)
-            self._close_device_segments()
+            self.guard.later(self._end_once_unmapped)
+            self.when_lost()
+
+    def _ended(self, reason: KvdError) -> None:
+        """The daemon ended the session, or itself: what it will has gone back already, whatever is mapped here."""
+        is_first = self._is_fate(reason)
+        self.session.close()
+        # A mapping may be under way in another thread, with one of these descriptors.
+        self.guard.later(self._segments.close)
+        self._close_device_segments()
+        if is_first:
             self.when_lost()
 
     def _close_device_segments(self) -> None:
@@ -172,7 +180,7 @@ class Link:
 
     def _take_in(self, arrival: Arrival | None) -> None:
         if arrival is None:
-            self.lose(DaemonRestarted("the daemon ended the session; close what is open, then use the client again"))
+            self._ended(DaemonRestarted("the daemon ended the session; close what is open, then use the client again"))
             return
         message, fd = arrival.message, arrival.fd
         if isinstance(message, SegmentGranted):
@@ -189,7 +197,7 @@ class Link:
         elif isinstance(message, SegmentRevoked):
             self._revoked(message)
         elif isinstance(message, Goodbye):
-            self.lose(from_wire(message.code, message.message))
+            self._ended(from_wire(message.code, message.message))
 
     def _revoked(self, message: SegmentRevoked) -> None:
         if (message.pool, message.segment) in self._device_segments:
@@ -328,9 +336,12 @@ class Link:
         return self.guard.run(self._close_guarded)
 
     def _close_guarded(self) -> bool:
+        self._end_once_unmapped()
+        return self._is_unmapped
+
+    def _end_once_unmapped(self) -> None:
         self._close_when_unmapped = True
         self._end_when_unmapped()
-        return self._is_unmapped
 
     @property
     def _is_unmapped(self) -> bool:

@@ -40,7 +40,7 @@ class AsyncChannel:
         self._receiver = asyncio.create_task(self._receive(), name="kvd replies")
 
     async def exchange(self, request: Request, bound_s: float) -> Reply:
-        """The reply to a request. Raises `RequestTimeout` (the session is closed then), or why the link is lost."""
+        """The reply to a request. Raises `RequestTimeout` (the link is lost then), or why the link is lost."""
         async with self._credits:
             self._link.require_alive()
             self._send_posted()

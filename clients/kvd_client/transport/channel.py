@@ -68,7 +68,7 @@ class BlockingChannel:
         link.when_forked = self._forget_in_child
 
     def exchange(self, request: Request, bound_s: float) -> Reply:
-        """The reply to a request. Raises `RequestTimeout` (the session is closed then), or why the link is lost."""
+        """The reply to a request. Raises `RequestTimeout` (the link is lost then), or why the link is lost."""
         waiter = _Waiter(request)
         deadline = time.monotonic() + bound_s
         frame = wire.encode(request)
