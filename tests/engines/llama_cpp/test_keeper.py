@@ -28,6 +28,7 @@ class ScriptedServer:
         self.slots: dict[int, bytes] = {}
         self.asked: list[str] = []
         self.refuses = False
+        self.restores_too_few = False
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -44,7 +45,7 @@ class ScriptedServer:
             return {"n_saved": len(tokens) // 4}
         content = file.read_bytes()
         self.slots[int(number)] = content[24 : -len(b"state" * 1000)]
-        return {"n_restored": len(self.slots[int(number)]) // 4}
+        return {"n_restored": 1 if self.restores_too_few else len(self.slots[int(number)]) // 4}
 
 
 class Desk:
@@ -62,12 +63,12 @@ class Desk:
         self.keeper.requests_changed()
         return slot, await self.keeper.restore(slot, tokens, known)
 
-    def give_back(self, slot: Any, tokens: bytes, prefill_s: float = 1.0) -> None:
+    def give_back(self, slot: Any, tokens: bytes, prefill_s: float = 1.0, **options: Any) -> None:
         """The completion is over."""
         self.server.slots[slot.number] = slot.tokens = tokens
         self.slots.release(slot)
         self.keeper.requests_changed()
-        self.keeper.save_later(slot, tokens, prefill_s)
+        self.keeper.save_later(slot, tokens, prefill_s, **options)
 
     async def complete(self, tokens: bytes) -> int:
         """Whole; how many tokens were restored. The snapshot is kept when this returns."""
@@ -179,6 +180,55 @@ async def test_a_slot_that_somebody_else_has_used_is_not_kept_under_our_tokens(d
     await asyncio.gather(slot.saving)
     assert desk.counters["saves"] == 0
     assert await other.complete(PROMPT) == 0
+
+
+# case E5
+async def test_what_other_adapters_may_have_computed_since_is_not_kept(desk: Desk, other: Desk) -> None:
+    slot, _ = await desk.take(PROMPT)
+    desk.give_back(slot, PROMPT, is_ours=lambda: False)
+    await asyncio.gather(slot.saving)
+    assert desk.server.asked == []
+    slot, _ = await desk.take(PROMPT)
+    desk.give_back(slot, PROMPT, is_ours=lambda: not desk.server.asked)
+    await asyncio.gather(slot.saving)
+    assert desk.server.asked == ["/slots/0?action=save"]
+    assert desk.counters["saves"] == 0
+    assert await other.complete(PROMPT) == 0
+
+
+# case E5
+async def test_no_snapshot_is_restored_under_other_adapters(desk: Desk, other: Desk) -> None:
+    await desk.complete(PROMPT)
+    slot, known = await other.slots.take(PROMPT)
+    assert await other.keeper.restore(slot, PROMPT, known, lambda: False) == 0
+    assert other.server.asked == []
+
+
+async def test_a_snapshot_that_is_being_written_is_kept_whoever_comes_next(desk: Desk, other: Desk) -> None:
+    desk.server.may_answer.clear()
+    slot, _ = await desk.take(PROMPT)
+    desk.give_back(slot, PROMPT)
+    while not desk.server.asked:
+        await asyncio.wait([slot.saving], timeout=0.01)
+    saving = slot.saving
+    assert (await desk.take(PROMPT))[0] is slot
+    desk.server.may_answer.set()
+    await asyncio.gather(saving)
+    assert await other.complete(PROMPT) == 192
+
+
+async def test_a_server_that_restores_fewer_tokens_than_it_was_given_computes(desk: Desk, other: Desk) -> None:
+    await desk.complete(PROMPT)
+    other.server.restores_too_few = True
+    slot, known = await other.take(PROMPT)
+    assert (known, slot.tokens) == (0, b""), "nobody knows what is in the slot"
+    assert other.counters["failed_restores"] == 1
+
+
+async def test_a_store_that_was_closed_connects_no_more(desk: Desk) -> None:
+    assert desk.store.snapshots() is not None
+    desk.store.close()
+    assert desk.store.snapshots() is None
 
 
 async def test_a_snapshot_of_other_tokens_is_refused(desk: Desk) -> None:

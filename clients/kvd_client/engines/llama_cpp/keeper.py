@@ -32,6 +32,8 @@ MAX_UNUSED = 3
 DRAIN_BOUND_S = 5.0
 _HEAD_SLACK_NBYTES = 64
 """Of a state's file, around its tokens."""
+IsOurs = Callable[[], bool]
+"""Whether nobody can have computed in the slot under other adapters since a request asked for it."""
 _log = logging.getLogger(__name__)
 
 
@@ -87,7 +89,7 @@ class Keeper:
         else:
             self._quiet.set()
 
-    async def restore(self, slot: Slot, tokens: bytes, num_known: int) -> int:
+    async def restore(self, slot: Slot, tokens: bytes, num_known: int, is_ours: IsOurs = lambda: True) -> int:
         """Before a completion of `tokens` in a slot that holds `num_known` of them; how many it holds afterwards."""
         if slot.saving is not None and not slot.is_being_written:
             slot.saving.cancel()  # what it would have written is about to change
@@ -109,7 +111,7 @@ class Keeper:
         if snapshot is None:
             self.counters["misses"] += 1
             return num_known
-        return await self._load(slot, tokens, num_known, snapshot, start_s)
+        return await self._load(slot, tokens, num_known, snapshot, start_s, is_ours)
 
     def _find(self, tokens: bytes, num_known: int, wait_s: float) -> Snapshot | None:
         snapshots = self._store.snapshots()
@@ -122,7 +124,9 @@ class Keeper:
             wait_s=wait_s,
         )
 
-    async def _load(self, slot: Slot, tokens: bytes, num_known: int, snapshot: Snapshot, start_s: float) -> int:
+    async def _load(
+        self, slot: Slot, tokens: bytes, num_known: int, snapshot: Snapshot, start_s: float, is_ours: IsOurs
+    ) -> int:
         nbytes = len(snapshot.state)
         common = tokens[: snapshot.num_tokens * TOKEN_NBYTES]
         if not has_tokens(snapshot.state, common):
@@ -134,6 +138,8 @@ class Keeper:
         writing.add_done_callback(_look_at)
         try:
             await asyncio.shield(writing)
+            if not is_ours():
+                return num_known
             answer = await self._ask(f"/slots/{slot.number}?action=restore", {"filename": file.name})
         except OSError as error:
             self._failed("failed_restores", "write", error)
@@ -169,20 +175,21 @@ class Keeper:
             self.is_cuttable = False
             _log.warning("the server does not use what is restored (a model that cannot cut its state?); no more of it")
 
-    def save_later(self, slot: Slot, tokens: bytes, prefill_s: float) -> None:
+    def save_later(self, slot: Slot, tokens: bytes, prefill_s: float, is_ours: IsOurs = lambda: True) -> None:
         """After a completion whose prompt was `tokens`, and took `prefill_s` to compute."""
-        slot.saving = asyncio.create_task(self._save(slot, tokens, prefill_s))
+        slot.saving = asyncio.create_task(self._save(slot, tokens, prefill_s, is_ours))
         self._saving.add(slot.saving)
         slot.saving.add_done_callback(self._saving.discard)
 
-    async def _save(self, slot: Slot, tokens: bytes, prefill_s: float) -> None:
+    async def _save(self, slot: Slot, tokens: bytes, prefill_s: float, is_ours: IsOurs) -> None:
         try:
             if not await self._run(self._savers, lambda: self._is_news(tokens)):
                 return
             if not await self._may_write(slot, prefill_s):
                 self.counters["postponed_saves"] += 1
                 return
-            await self._write_and_keep(slot, tokens)
+            if is_ours():
+                await self._write_and_keep(slot, tokens, is_ours)
         except (KvdError, OSError) as error:
             self._failed("failed_saves", "keep", error)
 
@@ -201,7 +208,7 @@ class Keeper:
             return not slot.is_taken and prefill_s >= BUSY_GAIN * self.costs.transfer_s(guess_nbytes)
         return not slot.is_taken
 
-    async def _write_and_keep(self, slot: Slot, tokens: bytes) -> None:
+    async def _write_and_keep(self, slot: Slot, tokens: bytes, is_ours: IsOurs) -> None:
         file = self._new_file(slot)
         slot.is_being_written = True
         try:
@@ -210,7 +217,8 @@ class Keeper:
                 self.counters["failed_saves"] += 1
                 _log.warning("the server did not save slot %d (is %s full?): %s", slot.number, self._folder, answer)
                 return
-            nbytes = await self._run(self._savers, lambda: self._keep(file, tokens))
+            # The tokens in the file do not say under which adapters it was computed.
+            nbytes = await self._run(self._savers, lambda: self._keep(file, tokens)) if is_ours() else 0
         finally:
             slot.is_being_written = False
             file.unlink(missing_ok=True)

@@ -55,8 +55,13 @@ class Proxy:
         self.slots = Slots(0)
         self.why_not = arguments.why_not or "the model is being loaded"
         """Why there are no snapshots; empty when there are."""
+        self.are_adapters_changed = False
+        """Since the server was started; then its options do not say any more what a state depends on."""
         self._num_past = 0
         """Requests under way that took a slot without asking us."""
+        self._has_adapters = any("lora" in option.lower() for option in arguments.identity)
+        self._num_foreign = 0
+        """Requests so far that may have left in any slot what other adapters computed, under the same tokens."""
         self._arguments = arguments
         self._session = aiohttp.ClientSession(
             connector=aiohttp.UnixConnector(str(socket_path), limit=0),
@@ -110,8 +115,8 @@ class Proxy:
                 if not self._arguments.slot_save_path:
                     return _NOT_SUPPORTED()
                 self.slots.forget()
-            elif path == "/lora-adapters" and self.keeper is not None:
-                self._no_more("its adapters were changed while it ran")
+            elif path == "/lora-adapters":
+                self._adapters_change()
             if path not in _NO_SLOT:
                 return await self._past_us(request, request.content)
         return await self._pass_on(request, request.content if request.body_exists else None)
@@ -120,15 +125,19 @@ class Proxy:
         """A request that takes whichever slot the server likes; until it is over nobody knows which one is free."""
         self.slots.forget()
         self._num_past += 1
+        self._num_foreign += self._has_adapters
         try:
             return await self._pass_on(request, body)
         finally:
             self._num_past -= 1
             self.slots.forget()
 
-    def _no_more(self, why: str) -> None:
-        self.keeper, self.why_not = None, why
-        _log.warning("no more snapshots: %s", why)
+    def _adapters_change(self) -> None:
+        """No more snapshots: what they are named after is no longer so. Those under way are given up."""
+        self._num_foreign += 1
+        self.are_adapters_changed = True
+        self.keeper, self.why_not = None, "its adapters were changed while it ran"
+        _log.warning("no snapshots any more: %s", self.why_not)
 
     async def _complete(self, request: web.Request, path: str, keeper: Keeper) -> web.StreamResponse:
         body = await _read(request)
@@ -137,10 +146,15 @@ class Proxy:
         # Naming a slot that one of those has would make this request wait for that one, though others were free.
         if tokens is None or self._num_past:
             return await self._past_us(request, body)
+        num_foreign = self._num_foreign
+
+        def is_ours() -> bool:
+            return self._num_foreign == num_foreign
+
         slot, num_known = await self.slots.take(tokens)
         keeper.requests_changed()
         try:
-            num_expected = await keeper.restore(slot, tokens, num_known)
+            num_expected = await keeper.restore(slot, tokens, num_known, is_ours)
             tail = _Tail()
             response = await self._pass_on(request, with_slot(body, slot.number), tail)
             timings = tail.timings()
@@ -153,7 +167,7 @@ class Proxy:
             raise
         self._give_back(slot, keeper)
         if response.status == 200:
-            keeper.save_later(slot, tokens, prefill_s)
+            keeper.save_later(slot, tokens, prefill_s, is_ours)
         return response
 
     def _give_back(self, slot: Slot, keeper: Keeper) -> None:

@@ -124,6 +124,8 @@ async def _begin_keeping(
         proxy.why_not = str(error)
         _log.warning("no snapshots: %s", error)
         return
+    if proxy.are_adapters_changed:
+        return
     proxy.slots = Slots(int(props["total_slots"]))
     proxy.keeper = Keeper(store=Store(name, runtime_dir), slots=proxy.slots, ask=proxy.ask, folder=folder)
     proxy.why_not = ""
