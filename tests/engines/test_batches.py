@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 import kvd_client
 from kvd.errors import ClientClosed, EngineUnsupported, InvalidRequest, SequenceTooLong
 from kvd_client.engines.transformers import attach
+from kvd_client.engines.transformers.row_attention import NAME_BY_IMPLEMENTATION, RowParts, RowStates
 from tests.engines.tiny import batch, greedy, prompt, tiny_model, windowed_model
 
 
@@ -318,3 +319,35 @@ def test_a_model_with_another_attention_function_is_refused_for_batches(client: 
         model.config._attn_implementation_internal = "flex_attention"
         with pytest.raises(EngineUnsupported, match="flex_attention"):
             generate(model, inputs, cache=cache)
+
+
+def test_an_attention_function_chosen_meanwhile_stays(client: kvd_client.Client, salt: str) -> None:
+    model = tiny_model()
+    inputs = batch(prompt(20), prompt(30))
+    with attach(client, model, **inputs, salt=salt) as cache:
+        generate(model, inputs, cache=cache)
+        model.config._attn_implementation_internal = "eager"
+    assert model.config._attn_implementation == "eager"
+
+
+ATTENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "other values than the cache's": ("by itself", {"value": torch.zeros(1, 2, 4, 16)}),
+    "more rows than the cache has": ("by itself", {"query": torch.zeros(2, 4, 1, 16)}),
+    "a mask of its own": ("2D mask", {"attention_mask": torch.ones(1, 8)}),
+    "sinks over two parts": ("s_aux over a sequence in two parts", {"s_aux": torch.zeros(4)}),
+}
+
+
+# case E2
+@pytest.mark.parametrize("call", ATTENDS)
+@pytest.mark.parametrize("name", NAME_BY_IMPLEMENTATION.values())
+def test_an_attention_over_rows_that_would_be_wrong_is_refused(name: str, call: str) -> None:
+    says, arguments = ATTENDS[call]
+    part = torch.zeros(2, 4, 16), torch.zeros(2, 4, 16)
+    states = RowStates([RowParts([part, part], first_query=0, first_column=0)])
+    right = {"query": torch.zeros(1, 4, 1, 16), "key": states, "value": states, "attention_mask": None}
+    attend = AttentionInterface()[name]
+    output, _ = attend(torch.nn.Module(), **right)
+    assert output.shape == (1, 1, 4, 16)
+    with pytest.raises(EngineUnsupported, match=says):
+        attend(torch.nn.Module(), **(right | arguments))

@@ -42,6 +42,7 @@ def test_beams_give_the_tokens_of_a_run_without_kvd(
         # The caller's own cache is what it was, so the next call over it is right as well.
         assert (cache.batch_size, cache.get_seq_length()) == (1, num_found)
         assert torch.equal(greedy(model, prompt(), cache=cache), greedy(model, prompt()))
+    assert not model.get_decoder()._forward_hooks, "the fork for the beams took its checks off, too"
 
 
 # case E3

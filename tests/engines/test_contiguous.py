@@ -106,9 +106,10 @@ def test_the_dtype_is_an_argument(make: Make, dtype: Any) -> None:
     wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.removeprefix("torch."))
     keys, _ = cache.update(0, *states("hsd", 0, 5, dtype=wanted))
     assert keys.dtype is wanted
-    other = torch.float32 if wanted is not torch.float32 else torch.float16
-    with pytest.raises(InvalidRequest, match="convert them"):
-        cache.update(0, *states("hsd", 5, 6, dtype=other))
+    right, wrong = (states("hsd", 5, 6, dtype=each)[0] for each in (wanted, torch.int16))
+    for keys, values in ((wrong, wrong), (right, wrong), (wrong, right)):
+        with pytest.raises(InvalidRequest, match="convert them"):
+            cache.update(0, keys, values)
     assert cache.seq_length(0) == 5
 
 
@@ -262,6 +263,21 @@ def test_one_layer_of_a_shared_sequence_can_be_reset_and_the_others_keep_their_b
     other = make()
     assert other.attach(IDS) == 32
     assert torch.equal(other.get(1)[0], states("hsd", 0, 32, layer=1)[0])
+
+
+@pytest.mark.usefixtures("empty_pool")
+def test_a_layer_that_grew_behind_shared_blocks_can_be_reset(make: Make) -> None:
+    """What it could be written through shows the shared blocks too, which are not to be written."""
+    cache = make()
+    fill(cache, 0, 40)
+    cache.commit(IDS[:40])
+    cache.update(1, *states("hsd", 40, 45, layer=1))
+    cache.reset(1)
+    cache.update(1, *states("hsd", 0, 20, layer=7))
+    assert torch.equal(cache.get(1)[0], states("hsd", 0, 20, layer=7)[0])
+    other = make()
+    assert other.attach(IDS) == 32
+    assert holds(other, 32)
 
 
 def test_a_layer_that_was_reset_is_not_published(make: Make) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvd.hashing import namespace_digest
 from kvd_client.engines.transformers import model_identity, namespace
-from kvd_client.engines.transformers.weights import file_digest, weight_files
+from kvd_client.engines.transformers.weights import SAMPLES_PER_TENSOR, file_digest, weight_files
 from tests.engines.adapters import adapted
 from tests.engines.tiny import tiny_model
 
@@ -122,6 +124,40 @@ def test_a_model_made_from_a_folders_configuration_alone_is_not_the_folders_mode
     fresh = AutoModelForCausalLM.from_config(load(saved).config).eval()
     assert weight_files(fresh) == weight_files(load(saved)) == [saved / "model.safetensors"]
     assert digest(fresh) != digest(load(saved))
+
+
+# case A4
+def test_without_files_every_number_of_the_weights_counts() -> None:
+    """Of a model from a file only samples do, beside the file."""
+    model = tiny_model()
+    before = digest(model)
+    flat = model.model.layers[0].mlp.up_proj.weight.detach().view(-1)
+    assert len(flat) > 2 * SAMPLES_PER_TENSOR
+    flat[1] += 1
+    assert digest(model) != before
+
+
+def of_folder(folder: Path, **settings: Any) -> Any:
+    """A model that says it was loaded from there."""
+    return SimpleNamespace(config=SimpleNamespace(_name_or_path=str(folder), **settings))
+
+
+# case A4
+def test_weights_whose_files_are_not_certain_have_none(tmp_path: Path) -> None:
+    """All their bytes count then. One of two files may be another model; one of which a part is gone is not all."""
+    assert weight_files(of_folder(tmp_path)) == []
+    one, two = tmp_path / "one.gguf", tmp_path / "two.gguf"
+    one.touch()
+    assert weight_files(of_folder(tmp_path)) == [one]
+    two.touch()
+    assert weight_files(of_folder(tmp_path)) == []
+    assert weight_files(of_folder(tmp_path, quantization_config={"gguf_file": "two.gguf"})) == [two]
+    parts = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    (tmp_path / "model-1.safetensors").touch()
+    assert weight_files(of_folder(tmp_path)) == []
+    (tmp_path / "model-2.safetensors").touch()
+    assert weight_files(of_folder(tmp_path)) == [tmp_path / name for name in sorted(parts.values())]
 
 
 def test_files_are_read_once_and_remembered_beside_them(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

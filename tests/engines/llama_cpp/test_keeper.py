@@ -219,6 +219,7 @@ async def test_a_snapshot_that_is_being_written_is_kept_whoever_comes_next(desk:
 
 async def test_a_server_that_restores_fewer_tokens_than_it_was_given_computes(desk: Desk, other: Desk) -> None:
     await desk.complete(PROMPT)
+    other.slots.all[0].tokens = PROMPT[: 40 * 4]
     other.server.restores_too_few = True
     slot, known = await other.take(PROMPT)
     assert (known, slot.tokens) == (0, b""), "nobody knows what is in the slot"
@@ -242,6 +243,7 @@ async def test_a_snapshot_of_other_tokens_is_refused(desk: Desk) -> None:
 
 async def test_a_server_that_refuses_a_snapshot_computes(desk: Desk, other: Desk) -> None:
     await desk.complete(PROMPT)
+    other.slots.all[0].tokens = PROMPT[: 40 * 4]
     other.server.refuses = True
     slot, known = await other.take(PROMPT)
     assert (known, slot.tokens) == (0, b""), "it has cleared the slot"

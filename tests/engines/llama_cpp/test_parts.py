@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 from pathlib import Path
 
@@ -60,6 +61,10 @@ class TestArguments:
     )
     def test_servers_whose_states_are_not_enough(self, arguments, reason):
         assert reason in parse(words(arguments), {}).why_not
+
+    @pytest.mark.parametrize("variable", ["MODEL_DRAFT", "EMBEDDINGS", "MODELS_DIR"])
+    def test_variables_say_so_as_well(self, variable):
+        assert parse([], {f"LLAMA_ARG_{variable}": "1"}).why_not
 
     @pytest.mark.parametrize("wrong", ["--port", "--port x", "--port 70000", "--api-key-file /nowhere/at/all"])
     def test_what_can_never_be_right(self, wrong):
@@ -213,6 +218,21 @@ class TestIdentity:
         assert options_digest(["--lora", str(adapter)]) != before
         assert options_digest(["--lora-scaled", f"{adapter}:0.5"]) != scaled
         assert options_digest(["ab", "c"]) != options_digest(["a", "bc"])
+
+    # case E5
+    def test_a_build_is_the_content_of_what_is_loaded_wherever_it_lies(self, tmp_path):
+        def build(folder: str, content: bytes) -> str:
+            file = tmp_path / folder / "libllama-of-this-test.so"
+            file.parent.mkdir()
+            file.write_bytes(content)
+            # As the loader maps code.
+            flags, protection = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_EXEC
+            with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, flags=flags, prot=protection):
+                return build_digest()
+
+        one = build("one", b"code")
+        assert build("another folder", b"code") == one
+        assert build("another build", b"Code") != one
 
     def test_a_process_without_llama_cpp_has_no_build(self):
         with pytest.raises(EngineUnsupported, match="nothing that looks like"):

@@ -151,6 +151,12 @@ def adapted(model: Path, _llama: Llama) -> Llama:
     return Llama(model, lora_path=str(path))
 
 
+def overridden(model: Path, llama: Llama, **attributes: Any) -> Llama:
+    other = Llama(model, lora_path=llama.lora_path)
+    vars(other).update(attributes)
+    return other
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -159,6 +165,8 @@ def adapted(model: Path, _llama: Llama) -> Llama:
         lambda model, _: Llama(model, type_k=8),
         lambda model, _: Llama(model, type_v=8),
         lambda model, _: Llama(model, rope_freq_base=5.0),
+        lambda model, llama: overridden(model, llama, lora_scale=0.5),
+        lambda model, llama: overridden(model, llama, kv_overrides={"llama.rope.freq_base": 5.0}),
     ],
 )
 def test_other_weights_adapters_dtypes_and_positions_find_nothing(cache_of, model, other):  # case E5
@@ -191,9 +199,16 @@ def test_a_state_under_a_wrong_key_is_refused(cache_of, model):
     blobs.put(_keys(encode_tokens(prompt(100)))[-1], [_HEAD.pack(100, 0, 5), wrong, b"state"], replace=True)
     with pytest.raises(KeyError):
         cache[prompt(100)]
-    blobs.put(_keys(encode_tokens(prompt(100)))[-1], b"too short", replace=True)
-    with pytest.raises(KeyError):
-        cache[prompt(100)]
+    right, too_long = (encode_tokens(prompt(num)) for num in (100, MAX_TOKENS + 1))
+    for content in (
+        b"too short",
+        _HEAD.pack(100, 0, 6) + right + b"state",
+        _HEAD.pack(101, 0, 5) + right + b"state",
+        _HEAD.pack(MAX_TOKENS + 1, 0, 5) + too_long + b"state",
+    ):
+        blobs.put(_keys(right)[-1], content, replace=True)
+        with pytest.raises(KeyError):
+            cache[prompt(100)]
 
 
 def test_models_that_want_all_logits_are_refused(cache_of, model):
