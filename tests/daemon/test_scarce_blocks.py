@@ -166,6 +166,7 @@ def test_a_promotion_takes_no_block_that_is_held(tmp_path: Path, server: RealSer
             assert all(holds(seq, one, NUM_CACHED) for one, seq in held)
             # What nobody holds any more may go.
             held.pop()[1].close()
+            eventually(lambda: pool(daemon).num_referenced == num_held - NUM_BLOCKS)  # a release has no answer
             eventually(lambda: client.spill() == 0)  # what is being copied is held for that moment
             with asking.sequence(PROMPT, max_tokens=161, wait_s=5) as seq:
                 assert seq.num_cached_tokens == NUM_CACHED
