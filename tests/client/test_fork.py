@@ -121,6 +121,22 @@ def test_no_part_of_a_range_is_inherited() -> None:
 
 
 # case B9
+def test_a_range_that_a_child_drops_unmaps_nothing_there() -> None:
+    box = [AddressRange(4 << 20)]
+    place = box[0].address
+
+    def child() -> str:
+        # The hole is somebody else's now.
+        libc.mmap(place, 4096, libc.PROT_READ, libc.MAP_PRIVATE | libc.MAP_ANONYMOUS | libc.MAP_FIXED)
+        box.clear()
+        return str(is_mapped(place))
+
+    assert in_child(child) == "True"
+    box.clear()
+    assert not is_mapped(place)
+
+
+# case B9
 def test_a_child_cannot_keep_its_parents_lease_alive(daemon: Daemon, client: kvd_client.Client) -> None:
     script = """
 import os, sys

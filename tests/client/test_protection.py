@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import kvd_client
-from kvd.protocol.replies import Reply
+from kvd.errors import StateError
+from kvd.protocol.replies import Failed, Reply
 from kvd.protocol.requests import Request, Seal
 from kvd_client.transport.channel import BlockingChannel
 from tests.client.homes import host_only
@@ -82,6 +83,25 @@ def test_a_block_is_read_only_before_its_seal_is_asked_for(
         assert permissions(address) == "rw-s"
         seq.commit()
         assert asked == [(Seal, "r--s")]
+
+
+def test_a_block_whose_seal_is_refused_is_written_on(
+    client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT) as seq:
+        fill(seq, PROMPT)
+        address, asked = seq.array().data_ptr(), []
+
+        def refuse(request: Request, _bound_s: float) -> Reply:
+            asked.append(permissions(address))
+            return Failed(request.request_id, client.epoch, StateError.code, "refused")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client._runner._current[1], "exchange", refuse)
+            with pytest.raises(StateError, match="refused"):
+                seq.commit()
+        assert (asked, permissions(address)) == (["r--s"], "rw-s")
+        assert seq.commit() == 96
 
 
 # case D3

@@ -20,6 +20,7 @@ from kvd.errors import InvalidRequest
 from kvd_client.engines.transformers import KvdCache, attach, shared
 from kvd_client.engines.transformers.sharing import Sharing
 from kvd_client.engines.transformers.wrapping import wrap_generate
+from tests.client.test_fork import in_child
 from tests.engines.test_batches import OwnAttention
 from tests.engines.tiny import batch, greedy, prompt, tiny_model
 
@@ -315,6 +316,24 @@ def test_without_a_daemon_it_runs_as_before_and_finds_the_daemon_later(
         # Gone again: as before once more.
         assert torch.equal(greedy(model, prompt()), expected)
         assert (statistics.num_calls, statistics.num_served) == (4, 2)
+
+
+# case B9
+def test_a_forked_child_connects_for_itself_and_its_parent_goes_on(runtime_dir: Path) -> None:
+    sharing = Sharing(runtime_dir=runtime_dir)
+    own = sharing._client()
+
+    def child() -> str:
+        other = sharing._client()
+        Sharing(own).close()
+        said = f"{other is sharing._client()} {other.session_id == own.session_id}"
+        sharing.close()
+        return said
+
+    assert in_child(child) == "True False"
+    assert sharing._client() is own
+    own.check()
+    sharing.close()
 
 
 def test_a_returned_cache_does_not_keep_it_from_a_new_daemon(

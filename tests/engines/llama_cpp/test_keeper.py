@@ -173,6 +173,21 @@ async def test_the_next_request_of_the_slot_does_not_wait_for_a_snapshot(desk: D
     desk.slots.release(busy)
 
 
+async def test_a_slot_taken_in_the_very_moment_of_quiet_is_not_written(desk: Desk) -> None:
+    """The save is cancelled as its wait ends, which asyncio.wait_for of Python 3.11 does not tell it."""
+    busy, _ = await desk.take(encode_tokens([9] * 100))
+    slot, _ = await desk.take(PROMPT)
+    desk.give_back(slot, PROMPT)
+    while not desk.keeper._quiet._waiters:
+        await asyncio.wait([slot.saving], timeout=0.01)
+    saving = slot.saving
+    desk.slots.release(busy)
+    desk.keeper.requests_changed()
+    assert (await desk.take(PROMPT))[0] is slot
+    await asyncio.gather(saving, return_exceptions=True)
+    assert desk.server.asked == []
+
+
 async def test_a_slot_that_somebody_else_has_used_is_not_kept_under_our_tokens(desk: Desk, other: Desk) -> None:
     slot, _ = await desk.take(PROMPT)
     desk.give_back(slot, PROMPT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvd_client
+from kvd.errors import CorruptBlock
 from kvd.hashing import encode_tokens
 from kvd_client.engines.llama_cpp.snapshots import STEP_TOKENS, Snapshots, _keys, num_common_tokens
 
@@ -82,6 +83,23 @@ def test_when_a_state_is_gone_an_earlier_one_is_taken(snapshots):
     blobs.delete(keys[-1])
     assert snapshots.longest(long) == 39 * STEP_TOKENS, "its other keys are still there"
     assert found(snapshots, long) == (STEP_TOKENS, b"short")
+
+
+# case E5
+def test_a_state_whose_bytes_changed_is_passed_over(snapshots, monkeypatch):
+    prompt = tokens(4 * STEP_TOKENS)
+    snapshots.save(prompt, b"long")
+    keys, blobs = _keys(prompt), snapshots._blobs
+    blobs.put(keys[0], b"short", replace=True)
+    get = blobs.get
+
+    def compared(key: bytes, **options: object) -> memoryview | None:
+        if key != keys[0]:
+            raise CorruptBlock("other bytes than were saved")
+        return get(key, **options)
+
+    monkeypatch.setattr(blobs, "get", compared)
+    assert found(snapshots, prompt) == (STEP_TOKENS, b"short")
 
 
 @pytest.mark.parametrize(("one", "other", "common"), [(0, 9, 0), (9, 9, 9), (9, 5, 5), (5, 9, 5)])

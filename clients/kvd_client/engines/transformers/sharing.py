@@ -155,7 +155,7 @@ class Sharing:
     def _forget_client(self) -> None:
         with self._lock:
             own, self._own = self._own, None
-        if own is not None and own[0] == os.getpid():
+        if own is not None:
             own[1].close()
 
     def close(self) -> None:
