@@ -1,7 +1,8 @@
 """Keeps prompts resident: the daemon holds a reference on each block of a pinned prompt as soon as there is one.
 
 A pin names hashes, not blocks. Whatever of them becomes resident, computed by a client or brought up from a tier, is
-held; what a flush takes away is let go of at once and held again when somebody computes it anew.
+held; what a flush takes away is let go of at once and held again when somebody computes it anew. So is what a smaller
+budget has no room for.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 class Pin:
-    """One pinned prompt. `stamp` is what its namespace's counters were when it last looked."""
+    """One pinned prompt. When it last looked, its namespace's counters were `stamp`, and `num_allowed` is how many of
+    its first blocks it might hold.
+    """
 
-    __slots__ = ("cache", "hashes", "hold", "num_held", "record", "retry_after_s", "retry_at_s", "stamp")
+    __slots__ = ("cache", "hashes", "hold", "num_allowed", "num_held", "record", "retry_after_s", "retry_at_s", "stamp")
 
     def __init__(self, record: PinRecord, cache: Cache, hashes: list[ChainHash]) -> None:
         self.record = record
@@ -38,6 +41,7 @@ class Pin:
         self.hashes = hashes
         self.hold = 0
         self.num_held = 0
+        self.num_allowed = 0
         self.stamp: tuple[int, ...] = ()
         self.retry_at_s = 0.0
         self.retry_after_s = MIN_RETRY_S
@@ -51,7 +55,8 @@ class Pin:
 class Pins:
     """All pins. Loop thread only; nothing here waits for a tier or a disk.
 
-    Invariant: a pin's hold is over the longest resident prefix of its hashes, as of the last `look`.
+    Invariant: a pin's hold is over the longest resident prefix of its hashes, as of the last `look`, and all holds
+    together are within the share of the budget: where that shrank, the older pins hold theirs and the newest wait.
     """
 
     def __init__(
@@ -122,7 +127,7 @@ class Pins:
         made = self._pins[name] = Pin(record, cache, hashes)
         if self._files is not None:
             self._files.save(record)
-        self._look(made)
+        self.look()
         self._bring_up(made, self._clock())
         return made
 
@@ -151,17 +156,25 @@ class Pins:
             _log.info("pin %s (%s): %d blocks are to be resident", record.pin, record.label, len(pin.hashes))
 
     def look(self) -> None:
-        """After whatever may have sealed, brought up or flushed a block. O(pins) unless something of a pin changed."""
+        """After whatever may have sealed, brought up or flushed a block, or set a budget. O(pins) unless something of a
+        pin changed.
+        """
+        left_nbytes: dict[str, int] = {}
         for pin in self._pins.values():
-            self._look(pin)
+            pool = pin.cache.pool
+            if pool.device not in left_nbytes:
+                left_nbytes[pool.device] = self._allowed_nbytes(pool)
+            num_allowed = min(len(pin.hashes), left_nbytes[pool.device] // pool.block_nbytes)
+            left_nbytes[pool.device] -= num_allowed * pool.block_nbytes
+            self._look(pin, num_allowed)
 
     def tick(self, now_s: float) -> None:
         """Looks, and asks the tiers for what is missing, less and less often while they do not have it."""
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + LOOK_EVERY_S
+        self.look()
         for pin in self._pins.values():
-            self._look(pin)
             self._bring_up(pin, now_s)
 
     def release(self) -> None:
@@ -223,7 +236,7 @@ class Pins:
             raise QuotaExceeded(f"there are {MAX_PINS} pins already; `kvd pin --remove` ends one")
         wanted = num_blocks * pool.block_nbytes
         pinned = sum(pin.nbytes for pin in self._pins.values() if pin.cache.pool.device == pool.device)
-        allowed = int(self._max_share * self._pools.usage(pool.device).budget_nbytes)
+        allowed = self._allowed_nbytes(pool)
         if pinned + wanted > allowed:
             raise QuotaExceeded(
                 f"this pin wants {wanted} bytes, and the other pins leave less than that of the {allowed} that "
@@ -236,28 +249,33 @@ class Pins:
                 f"limits.uid_nbytes allows {self.max_uid_nbytes}"
             )
 
-    def _look(self, pin: Pin) -> None:
+    def _allowed_nbytes(self, pool: Pool) -> int:
+        """What all pins on the pool's device may take."""
+        return int(self._max_share * self._pools.usage(pool.device).budget_nbytes)
+
+    def _look(self, pin: Pin, num_allowed: int) -> None:
         namespace = pin.cache.namespace
         # Whatever makes one of its hashes findable, or takes it away, changes one of these.
         stamp = (namespace.seals, namespace.fills, namespace.flushed, namespace.num_sealed)
-        if stamp == pin.stamp:
+        if (stamp, num_allowed) == (pin.stamp, pin.num_allowed):
             return
-        pin.stamp = stamp
+        pin.stamp, pin.num_allowed = stamp, num_allowed
         pool, before, num_before = pin.cache.pool, pin.hold, pin.num_held
         # The new references first, so that nothing is evictable in between.
-        pin.hold = pool.hold(pin.hashes)
-        pin.num_held = pool.match(pin.hashes)
+        allowed = pin.hashes[:num_allowed]
+        pin.hold = pool.hold(allowed)
+        pin.num_held = pool.match(allowed)
         pool.end_hold(before)
         if pin.num_held > num_before and self._below is not None:
             pin.retry_after_s = MIN_RETRY_S
             self._below.spilling.copy_soon(pool, pin.cache.digest, pin.hashes[: pin.num_held])
 
     def _bring_up(self, pin: Pin, now_s: float) -> None:
-        if pin.num_held == len(pin.hashes) or self._below is None or now_s < pin.retry_at_s:
+        if pin.num_held == pin.num_allowed or self._below is None or now_s < pin.retry_at_s:
             return
         pin.retry_at_s = now_s + pin.retry_after_s
         pin.retry_after_s = min(MAX_RETRY_S, 2 * pin.retry_after_s)
-        self._below.prefetch(pin.cache, pin.hashes)
+        self._below.prefetch(pin.cache, pin.hashes[: pin.num_allowed])
 
     @staticmethod
     def _end_hold(pin: Pin) -> None:

@@ -320,6 +320,7 @@ class Service:
         home = self.homes.main if device is None else self.homes.get(device)
         self.pools.set_budget(budget_nbytes, home.device)
         home.stock.set_budget(budget_nbytes)
+        self.pins.look()
         self._progress.blocks_came_back = True
         self._progress.settle()
 

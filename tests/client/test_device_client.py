@@ -147,6 +147,17 @@ def test_a_sequence_without_a_block_shows_nothing_and_grows(daemon: Daemon) -> N
 # Who cannot map the card.
 
 
+def share_both_ways(cache: kvd_client.Cache, apart: Worker) -> None:
+    """What is on the card is found beside it, and what was computed beside it on the card."""
+    other = [*PROMPT[:50], *range(50)]
+    assert apart.call("begin", tokens=PROMPT, wait_s=10) == 96
+    assert apart.call("holds") is True
+    assert apart.call("publish", tokens=other, wait_s=10) == 96
+    eventually(lambda: cache.match(other) == 96)
+    with cache.sequence(other, wait_s=10) as seq:
+        assert holds(seq, other, 96)
+
+
 @pytest.mark.parametrize(
     ("prefix", "environ"),
     [
@@ -163,16 +174,9 @@ def test_a_process_that_cannot_map_the_card_shares_blocks_through_host_memory(
 ) -> None:
     cache = client.cache(model=MODEL, layout=LAYOUT)
     publish(cache)
-    other = [*PROMPT[:50], *range(50)]
     with Worker(daemon.folder, prefix=prefix, **environ) as apart:
         assert apart.call("where") == ["host", "staged"]
-        assert apart.call("begin", tokens=PROMPT, wait_s=10) == 96
-        assert apart.call("holds") is True
-        # What it computes is found on the card.
-        assert apart.call("publish", tokens=other, wait_s=10) == 96
-        eventually(lambda: cache.match(other) == 96)
-        with cache.sequence(other, wait_s=10) as seq:
-            assert holds(seq, other, 96)
+        share_both_ways(cache, apart)
     # case B15
     eventually(lambda: len(client.status().clients) == 1)
     client.check()
@@ -195,15 +199,9 @@ def test_two_cards_without_peer_access_share_blocks_through_host_memory(
     """Who computes on the second card sees both, as most people start their processes."""
     cache = client.cache(model=MODEL, layout=LAYOUT)
     publish(cache)
-    other = [*PROMPT[:50], *range(50)]
     with Worker(daemon.folder) as second:
         assert second.call("compute_elsewhere") == ["host", "staged"]
-        assert second.call("begin", tokens=PROMPT, wait_s=10) == 96
-        assert second.call("holds") is True
-        assert second.call("publish", tokens=other, wait_s=10) == 96
-        eventually(lambda: cache.match(other) == 96)
-        with cache.sequence(other, wait_s=10) as seq:
-            assert holds(seq, other, 96)
+        share_both_ways(cache, second)
         # It found the card by its UUID, and never tried to open the card's memory.
         assert second.call("num_driver_calls", function="cuDeviceGetUuid") > 0
         assert second.call("num_driver_calls", function="cuIpcOpenMemHandle_v2") == 0

@@ -16,7 +16,18 @@ from kvd.service import Service
 from kvd.service.homes import Home
 from kvd.service.pin_files import PinFiles
 from kvd.status import PinStatus
-from tests.service.harness import BLOCK_NBYTES, EPOCH, SETTINGS, Client, House, error_code, expect, names
+from tests.service.harness import (
+    BLOCK_NBYTES,
+    EPOCH,
+    SEGMENT_NBYTES,
+    SETTINGS,
+    Client,
+    House,
+    error_code,
+    expect,
+    names,
+    reserved_blocks,
+)
 from tests.service.tiers import TieredHouse
 
 PROMPT = names("a", "b", "c")
@@ -129,6 +140,29 @@ def test_all_pins_together_have_a_limit(opened: Client) -> None:  # case B10
     pin(opened, names("a", "b"))
     pin(opened, names("x", "y"))
     assert error_code(opened.ask(requests.Pin, 1, pack_hashes(names("z")))) == "quota-exceeded"
+
+
+def test_a_smaller_budget_leaves_room_beside_the_pins_and_a_larger_one_brings_them_back(
+    house: House, opened: Client
+) -> None:
+    other = names("d")
+    for hashes in (PROMPT, other):
+        publish(opened, hashes)
+        pin(opened, hashes)
+    house.service.set_budget(SEGMENT_NBYTES)  # of eight blocks four are left, and two of those may be pinned
+    held = {one.num_tokens: one.num_tokens_resident for one in opened.status().snapshot.pins}
+    assert held == {48: 32, 16: 0}, "the older pin comes first"
+    house.check()
+    reserved = reserved_blocks(opened, opened.reserve(2))
+    assert error_code(opened.reserve(1)) == "out-of-blocks"
+    assert opened.match(PROMPT) == 2
+    opened.release(reserved=reserved)
+    house.service.set_budget(2 * SEGMENT_NBYTES)
+    publish(opened, PROMPT)
+    publish(opened, other)
+    held = {one.num_tokens: one.num_tokens_resident for one in opened.status().snapshot.pins}
+    assert held == {48: 48, 16: 16}
+    house.check()
 
 
 def test_a_user_has_a_limit_too() -> None:
