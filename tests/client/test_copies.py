@@ -118,6 +118,27 @@ os._exit(0)
 
 # case D7
 @host_only("mappings run out in host memory only")
+def test_what_could_not_be_mapped_is_not_unmapped(cache: kvd_client.Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near the limit a cut where no mapping ends would be refused, and so would giving back what was granted."""
+    with cache.sequence(PROMPT) as seq:
+        storage, blocks = seq._core._storage, seq._core._blocks
+        cuts: list[object] = []
+
+        def refuse(*_arguments: object, **_options: object) -> None:
+            raise OutOfMemory("no more mappings")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(AddressRange, "map_file", refuse)
+            patch.setattr(AddressRange, "forget", lambda *arguments: cuts.append(arguments))
+            with pytest.raises(OutOfMemory):
+                storage.attach(len(blocks), blocks[-1:], sealed=False, populate=False)
+            storage.detach(len(blocks))
+        assert cuts == []
+        assert holds(seq, PROMPT, 96)
+
+
+# case D7
+@host_only("mappings run out in host memory only")
 def test_growing_without_mappings_left_goes_on_in_private_memory(
     cache: kvd_client.Cache, client: kvd_client.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

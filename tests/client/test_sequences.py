@@ -241,6 +241,16 @@ def test_a_cut_sequence_goes_on_with_other_tokens(cache: kvd_client.Cache, clien
             assert holds(seq, tokens, length)
 
 
+def test_what_was_found_and_is_cut_off_counts_no_more_as_found(cache: kvd_client.Cache) -> None:
+    publish(cache, PROMPT)
+    with cache.sequence(PROMPT) as seq:
+        assert seq.num_cached_tokens == 96
+        seq.truncate(48)
+        assert seq.num_cached_tokens == 48
+        with seq.fork() as other:
+            assert other.num_cached_tokens == 48
+
+
 @pytest.mark.parametrize("commit_first", [True, False])
 @pytest.mark.parametrize("cut", [99, 90, 40, 0])
 def test_tensors_keep_their_bytes_through_a_cut(
