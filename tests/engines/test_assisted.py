@@ -88,6 +88,18 @@ def test_only_new_tokens_with_the_whole_mask(client: kvd_client.Client, model: P
 
 
 # case E2
+def test_more_new_tokens_than_are_held_are_not_taken_for_the_whole_prompt(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    ids = with_repeats()
+    with attach(client, model, ids, salt=salt) as cache:
+        greedy(model, ids[:, :20], 1, cache=cache)
+        new, mask = ids[:, 20:], torch.ones_like(ids)
+        output = greedy(model, new, 20, cache=cache, attention_mask=mask, prompt_lookup_num_tokens=3)
+        assert output[0, new.shape[1] :].tolist() == greedy(model, ids, 20)[0, ids.shape[1] :].tolist()
+
+
+# case E2
 def test_it_works_over_windows(client: kvd_client.Client, salt: str) -> None:
     model, ids = windowed_model("gemma3"), with_repeats()
     with attach(client, model, ids, salt=salt) as cache:
