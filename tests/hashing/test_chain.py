@@ -120,6 +120,9 @@ def test_a_salt_is_not_an_adapter_of_the_same_text():
     assert digest(salt="ab", adapter="c") != digest(salt="a", adapter="bc")
     # Texts that hold the names of fields, as they are hashed.
     assert digest(adapter="xsalty", salt="") != digest(adapter="x", salt="ysalt")
+    # And their lengths: without that of a value one could hold the next field.
+    field = "\4\0\0\0salt"
+    assert digest(adapter=f"x{field}y", salt="") != digest(adapter="x", salt=f"y{field}")
 
 
 @pytest.mark.parametrize("fields", [{"model": ""}, {"salt": "x" * 5000}, {"adapter": 3}])
