@@ -359,7 +359,11 @@ def test_a_cache_without_a_model_shares_nothing(make: Make) -> None:
     assert holds(cache, 32)
 
 
-def test_both_commit_the_same_and_one_block_stays(make: Make, client: kvd_client.Client) -> None:
+def test_both_commit_the_same_and_one_block_stays(
+    make: Make,
+    client: kvd_client.Client,
+    home: FakeMachine | None,  # noqa: F811
+) -> None:
     one, two = make(), make()
     for cache in (one, two):
         fill(cache, 0, 32)
@@ -368,6 +372,9 @@ def test_both_commit_the_same_and_one_block_stays(make: Make, client: kvd_client
     assert holds(two, 32)
     me = next(each for each in client.status().clients if each.session == client.session_id)
     assert me.num_references == 4
+    if home is None:
+        assert two._sequence is not None
+        assert not two._sequence._core._own_copies, "no view that it keeps for itself keeps its copy"
 
 
 def test_history_of_gradients_stays_outside(make: Make) -> None:
