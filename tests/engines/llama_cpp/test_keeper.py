@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvd.hashing import encode_tokens
+from kvd_client.engines.llama_cpp import costs
 from kvd_client.engines.llama_cpp.keeper import MAX_UNUSED, Keeper
 from kvd_client.engines.llama_cpp.slots import Slots
 from kvd_client.engines.llama_cpp.snapshots import Snapshots
@@ -76,6 +77,12 @@ class Desk:
         self.give_back(slot, tokens)
         await asyncio.gather(slot.saving)
         return known
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine takes longer than a request whose worth is unknown would wait."""
+    monkeypatch.setattr(costs, "UNKNOWN_WAIT_S", 30.0)
 
 
 @pytest.fixture
