@@ -121,9 +121,19 @@ class PlainServer(Server):
 class SharingServer(Server):
     """The same behind `kvd llama-server`."""
 
-    def __init__(self, runtime_dir: Path, *options: str, model: Path | None = None, **environ: str) -> None:
+    def __init__(
+        self,
+        runtime_dir: Path,
+        *options: str,
+        model: Path | None = None,
+        snapshot_dir: Path | None = None,
+        **environ: str,
+    ) -> None:
+        where = ["--runtime-dir", str(runtime_dir)]
+        if snapshot_dir:
+            where += ["--snapshot-dir", str(snapshot_dir)]
         arguments = ["-m", str(model or model_path()), *OPTIONS, "--port", "0", *options]
-        super().__init__("kvd.cli", "llama-server", "--runtime-dir", str(runtime_dir), "--", *arguments, **environ)
+        super().__init__("kvd.cli", "llama-server", *where, "--", *arguments, **environ)
 
     def status(self) -> dict[str, Any]:
         return json.loads(self.raw("GET", "/kvd/status")[2])

@@ -273,19 +273,20 @@ def test_without_a_daemon_it_is_a_plain_server_and_later_it_is_not(plain, tmp_pa
         assert server.stop() == 0
 
 
-def test_a_killed_proxy_leaves_no_server_and_no_folder(llama_daemon):
-    folders = set(Path("/dev/shm").glob("kvd-llama-*"))
-    with SharingServer(llama_daemon) as server:
-        (mine,) = set(Path("/dev/shm").glob("kvd-llama-*")) - folders
+def test_a_killed_proxy_leaves_no_server_and_no_folder(llama_daemon, short_path):
+    snapshots = short_path / "snapshots"
+    snapshots.mkdir()
+    with SharingServer(llama_daemon, snapshot_dir=snapshots) as server:
+        (mine,) = snapshots.iterdir()
         children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
         eventually(lambda: not any(Path(f"/proc/{child}/cmdline").exists() for child in children))
     assert mine.exists(), "nobody could remove it"
-    with SharingServer(llama_daemon) as server:
+    with SharingServer(llama_daemon, snapshot_dir=snapshots) as server:
         assert not mine.exists(), "the next one does"
         assert server.stop() == 0
-    assert set(Path("/dev/shm").glob("kvd-llama-*")) == folders
+    assert list(snapshots.iterdir()) == []
 
 
 def test_two_servers_one_daemon_restarted_in_between(plain, tmp_path):

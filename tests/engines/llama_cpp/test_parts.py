@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import mmap
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -266,6 +268,38 @@ def test_folders_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path):
             assert other != mine
             assert not dead.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", ["mkdtemp", "flock"])
+def test_a_folder_that_another_proxy_removes_before_it_is_locked_is_made_again(tmp_path, monkeypatch, step):
+    module = {"mkdtemp": tempfile, "flock": fcntl}[step]
+    original = getattr(module, step)
+    removed = []
+
+    def beaten(*args, **kwargs):
+        made = original(*args, **kwargs) if step == "mkdtemp" else None
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].rmdir()
+        return made or original(*args, **kwargs)
+
+    monkeypatch.setattr(module, step, beaten)
+    with private_folder(str(tmp_path)) as mine:
+        assert mine not in removed
+        assert mine.is_dir()
+        with private_folder(str(tmp_path)):
+            assert mine.is_dir(), "it is locked"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_serve_is_refused(tmp_path):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    with pytest.raises(InvalidRequest, match="too long"), private_folder(str(long)):
+        pass
+    with pytest.raises(InvalidRequest, match="written"), private_folder(str(tmp_path / "absent")):
+        pass
+    assert list(long.iterdir()) == []
 
 
 def test_a_server_is_found_or_named_in_vain(tmp_path, monkeypatch):

@@ -18,6 +18,8 @@ from kvd.errors import EngineUnsupported, InvalidRequest
 
 STOP_BOUND_S = 10.0
 _PREFIX = "kvd-llama-"
+_MAX_FOLDER_NBYTES = 107 - len("/kvd-llama-01234567/server.sock")
+"""A unix socket's path holds 107 bytes and a NUL (unix(7))."""
 _SHIM = "kvd_client.engines.llama_cpp.xllamacpp_server"
 _EXEC = (
     # The server must not outlive a proxy that is killed.
@@ -47,22 +49,35 @@ def private_folder(parent: str | None = None) -> Iterator[Path]:
     """A folder in memory for the server's socket and its slots' files, removed at the end.
 
     Those of proxies that were killed are removed too: a folder is in use while somebody holds its lock.
+    Raises `InvalidRequest` for a parent that cannot be written or in which a socket's path is too long.
     """
     where = Path(parent) if parent else Path("/dev/shm")  # noqa: S108
     if not os.access(where, os.W_OK | os.X_OK):
         if parent:
             raise InvalidRequest(f"{parent} is no folder that can be written")
         where = Path(tempfile.gettempdir())
+    if len(os.fsencode(where)) > _MAX_FOLDER_NBYTES:
+        raise InvalidRequest(f"{where} is too long for a socket in it: at most {_MAX_FOLDER_NBYTES} bytes")
     for old in where.glob(f"{_PREFIX}*"):
         _remove_if_unused(old)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    folder, lock = _make_locked(where)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield folder
     finally:
         os.close(lock)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make_locked(where: Path) -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=where))
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+        # Another proxy that started now took it for one that nobody uses, before it was locked.
 
 
 def _remove_if_unused(folder: Path) -> None:
