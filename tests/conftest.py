@@ -21,7 +21,7 @@ def short_path() -> Iterator[Path]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, one worker runs a whole file, which keeps its fixtures, and all files that look at /dev/shm.
+    """With `-n`, one worker runs a whole file, which keeps its fixtures.
 
     The longest come first, so that no worker is left alone with one at the end.
     """

@@ -18,9 +18,8 @@ from kvd.protocol.requests import Match
 from kvd.protocol.session import Goodbye
 from tests.support.daemon import Daemon, running_daemon
 from tests.support.raw_client import RawClient, hashes, totals
+from tests.support.shared_memory import OWN_SHARED_MEMORY, SharedMemoryOf
 from tests.support.wait import eventually
-
-pytestmark = pytest.mark.xdist_group("/dev/shm")
 
 
 def refused(daemon: Daemon) -> int:
@@ -43,19 +42,21 @@ def test_a_second_daemon_is_refused_and_the_first_unharmed(tmp_path):  # case F6
 
 
 def test_a_killed_daemon_leaves_nothing_that_blocks_the_next(tmp_path):  # case D2
-    before = sorted(Path("/dev/shm").iterdir())
-    with running_daemon(tmp_path) as first, RawClient(first.folder) as raw:
+    with running_daemon(tmp_path, prefix=OWN_SHARED_MEMORY) as first, RawClient(first.folder) as raw:
         raw.begin(raw.open_cache(), hashes("a"), num_blocks=100)
-        first.kill()
+        with SharedMemoryOf(first.pid) as shared_memory:
+            first.kill()
+            assert shared_memory.names() == []
         assert raw.next_datagram() is not None  # a grant
         assert raw.next_datagram() is None  # and the end
-    assert sorted(Path("/dev/shm").iterdir()) == before
     assert (first.folder / "session.sock").exists()
     started_s = time.monotonic()
-    with running_daemon(tmp_path) as second, RawClient(second.folder) as raw:
+    with running_daemon(tmp_path, prefix=OWN_SHARED_MEMORY) as second, RawClient(second.folder) as raw:
         assert time.monotonic() - started_s < 5
         assert totals(raw.status()) == (0, 0)
-    assert sorted(Path("/dev/shm").iterdir()) == before
+        with SharedMemoryOf(second.pid) as shared_memory:
+            assert second.stop() == 0
+            assert shared_memory.names() == []
 
 
 def test_a_stop_tells_every_client_and_leaves_nothing(tmp_path):

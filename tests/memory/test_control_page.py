@@ -15,12 +15,15 @@ import pytest
 from kvd.errors import DaemonUnavailable
 from kvd.memory import ControlPage
 from kvd.protocol.control_page import COUNTERS, SEQUENCE, SEQUENCE_OFFSET, ControlPageReader, DaemonState
+from tests.support.shared_memory import OWN_SHARED_MEMORY, SharedMemoryOf, own_shared_memory
 
-pytestmark = pytest.mark.xdist_group("/dev/shm")
 
-
-def names_in_shared_memory() -> set[Path]:
-    return {path for path in Path("/dev/shm").iterdir() if path.name.startswith("kvd")}
+def said_alone(program: str, *, options: str = "mode=1777") -> str:
+    """What a program prints that has a /dev/shm of its own."""
+    command = [*own_shared_memory(options), sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_a_reader_sees_epoch_pid_state_and_counters() -> None:
@@ -42,9 +45,18 @@ def test_a_clean_end_is_told_to_those_who_still_map_the_page() -> None:
         assert reader.read().state is DaemonState.STOPPED
 
 
-def test_the_page_has_no_name_and_is_not_writable_for_readers() -> None:
+def test_the_page_has_no_name() -> None:
+    program = """
+import os
+from kvd.memory import ControlPage
+with ControlPage(epoch=1):
+    print(os.listdir("/dev/shm"))
+"""
+    assert said_alone(program) == "[]\n"
+
+
+def test_the_page_is_not_writable_for_readers() -> None:
     with ControlPage(epoch=1) as page:
-        assert names_in_shared_memory() == set()
         assert not os.get_inheritable(page.read_only_fd)
         assert os.fstat(page.read_only_fd).st_mode & 0o777 == 0o400
         with pytest.raises(PermissionError):
@@ -101,17 +113,7 @@ try:
 except OutOfMemory as error:
     print("refused", len(os.listdir("/proc/self/fd")) - before, os.listdir("/dev/shm"), error)
 """
-    namespace = ["--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--mount"]
-    script = 'mount -t tmpfs -o size=8k none /dev/shm && exec "$0" -c "$1"'
-    result = subprocess.run(
-        ["unshare", *namespace, "sh", "-c", script, sys.executable, program],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("refused 0 ['filler'] POSIX shared memory is full")
+    assert said_alone(program, options="size=8k").startswith("refused 0 ['filler'] POSIX shared memory is full")
 
 
 def test_a_killed_owner_leaves_nothing_in_shared_memory() -> None:  # case D2
@@ -124,15 +126,15 @@ segment = stock.take()
 print("standing", flush=True)
 input()
 """
-    before = set(Path("/dev/shm").iterdir())
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*OWN_SHARED_MEMORY, sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "standing\n"
-        owner.send_signal(signal.SIGKILL)
-        owner.wait(timeout=10)
-    assert set(Path("/dev/shm").iterdir()) <= before
+        with SharedMemoryOf(owner.pid) as shared_memory:
+            owner.send_signal(signal.SIGKILL)
+            owner.wait(timeout=10)
+            assert shared_memory.names() == []
 
 
 def test_two_hundred_pages_come_and_go_without_a_trace() -> None:  # case D6

@@ -20,7 +20,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,16 @@ STOP_BOUND_S = 20.0
 class Daemon:
     """One daemon process. `start()` waits until it is ready; `log()` is what it wrote."""
 
-    def __init__(self, folder: Path, *, environ: Mapping[str, str] | None = None, **config: Any) -> None:
+    def __init__(
+        self, folder: Path, *, environ: Mapping[str, str] | None = None, prefix: Sequence[str] = (), **config: Any
+    ) -> None:
         """`config`: sections of `kvd.config.schema.Config` as dicts. No tier below the pools unless it names one.
 
-        `environ` is added to the process's environment.
+        `environ` is added to the process's environment; `prefix` are the words of a command that becomes the daemon.
         """
         self.folder = folder
         self._environ = dict(environ or {})
+        self._prefix = prefix
         self._config = {"runtime_dir": str(folder), "tiers": {"redis": {"url": ""}}, **config}
         self._log = folder.parent / f"{folder.name}.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -61,7 +64,7 @@ class Daemon:
         """Starts the process and waits for nothing."""
         with self._log.open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "tests.support.serve", json.dumps(self._config)],
+                [*self._prefix, sys.executable, "-m", "tests.support.serve", json.dumps(self._config)],
                 cwd=ROOT,
                 env={name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
                 | self._environ
@@ -129,6 +132,7 @@ def running_daemon(
     name: str = "run",
     machine: FakeMachine | None = None,
     environ: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
     **sections: Any,
 ) -> Iterator[Daemon]:
     """A ready daemon in `where / name`, stopped cleanly at the end (unless the test killed it)."""
@@ -147,6 +151,7 @@ def running_daemon(
     daemon = Daemon(
         where / name,
         environ={**({} if machine is None else machine.environ), **(environ or {})},
+        prefix=prefix,
         memory=memory,
         **sections,
     )
