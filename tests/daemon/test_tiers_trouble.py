@@ -20,6 +20,7 @@ from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.support.daemon import Daemon, running_daemon
 from tests.support.puppet_server import always, claiming, puppet_server
 from tests.support.redis_servers import DEBIAN_REDIS, RealServer, running_server
+from tests.support.stopwatch import Stopwatch
 from tests.support.wait import eventually
 
 pytestmark = pytest.mark.usefixtures("either_home")
@@ -115,9 +116,9 @@ def test_status_answers_within_a_second_while_every_tier_is_stuck(  # case F7
         server.freeze()
         forget_in_memory(daemon)
         compute(daemon)
-        started_s = time.monotonic()
+        watch = Stopwatch(daemon.pid)
         result = CliRunner().invoke(app, ["status", "--runtime-dir", str(daemon.folder), "--json"])
-        assert time.monotonic() - started_s < 1.0
+        assert watch.elapsed_s() < 1.0
         (tier,) = json.loads(result.stdout)["tiers"]
         assert tier["name"] == "redis"
         assert tier["errors"]

@@ -1,0 +1,27 @@
+"""How long something takes, however busy the machine is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+
+class Stopwatch:
+    """Runs from its making on, and leaves out what threads that matter waited for a processor in that time.
+
+    Those are the thread that makes it and the main threads of the processes named; at the end others may be named that
+    have begun since.
+    """
+
+    def __init__(self, *pids: int) -> None:
+        self._tasks = (threading.get_native_id(), *pids)
+        self._start_s = time.monotonic() - _queued_s(*self._tasks)
+
+    def elapsed_s(self, *started: int) -> float:
+        return time.monotonic() - _queued_s(*self._tasks, *started) - self._start_s
+
+
+def _queued_s(*tasks: int) -> float:
+    """Seconds they have stood in the scheduler's queue, in all."""
+    return sum(int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) for task in tasks) / 1e9
