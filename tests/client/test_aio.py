@@ -13,6 +13,7 @@ import kvd_client.aio
 from kvd.errors import ClientClosed, DaemonRestarted, DaemonUnavailable, InvalidRequest, RequestTimeout, WouldWait
 from kvd_client.transport.aio_runner import AsyncRunner
 from tests.client.kv import LAYOUT, MODEL, holds, keys_values
+from tests.client.patience import gives_up_after
 from tests.client.processes import Worker
 from tests.support.daemon import Daemon
 from tests.support.wait import eventually
@@ -204,10 +205,10 @@ async def test_a_daemon_that_does_not_answer_is_a_time_out(daemon: Daemon) -> No
     import os
     import signal
 
-    async with kvd_client.aio.connect(daemon.folder, timeout_s=0.3) as client:
+    async with kvd_client.aio.connect(daemon.folder) as client:
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
-            with pytest.raises(RequestTimeout):
+            with gives_up_after(0.3, client), pytest.raises(RequestTimeout):
                 await client.status()
         finally:
             os.kill(daemon.pid, signal.SIGCONT)

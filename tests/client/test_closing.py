@@ -19,6 +19,7 @@ from kvd.errors import ClientClosed
 from kvd_client.memory.attendant import attendant
 from tests.client.homes import let_go
 from tests.client.kv import LAYOUT, MODEL, fill, keys_values
+from tests.client.patience import gives_up_after
 from tests.fakecuda.machine import FakeMachine
 from tests.support.daemon import Daemon
 from tests.support.wait import eventually
@@ -62,11 +63,12 @@ def test_a_client_closes_beside_live_tensors_whatever_became_of_the_daemon(
     tensors: list[torch.Tensor] = []
 
     def fail() -> None:
-        with kvd_client.connect(daemon.folder, timeout_s=0.3) as client:
+        with kvd_client.connect(daemon.folder) as client:
             seq = client.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT)
             fill(seq, PROMPT)
             tensors.extend(seq.layer(1))
             stack.enter_context(fault(daemon))
+            stack.enter_context(gives_up_after(0.3, client))
             raise ArithmeticError("the caller's own")
 
     with ExitStack() as stack:
@@ -91,12 +93,13 @@ async def test_an_asyncio_client_closes_beside_live_tensors_whatever_became_of_t
     before = num_descriptors()
 
     async def fail() -> None:
-        async with kvd_client.aio.connect(daemon.folder, timeout_s=0.3) as client:
+        async with kvd_client.aio.connect(daemon.folder) as client:
             seq = await (await client.cache(model=MODEL, layout=LAYOUT)).sequence(PROMPT)
             for layer in range(LAYOUT.num_layers):
                 await seq.append(layer, *keys_values(layer, PROMPT, 0, 100))
             tensors.extend(seq.layer(1))
             stack.enter_context(fault(daemon))
+            stack.enter_context(gives_up_after(0.3, client))
             raise ArithmeticError("the caller's own")
 
     with ExitStack() as stack:

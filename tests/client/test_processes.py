@@ -20,6 +20,7 @@ from kvd.protocol.requests import Release, Request, Retain, Seal
 from kvd.protocol.wire import pack_block_ids
 from kvd_client.transport.blocking import Runner
 from tests.client.kv import LAYOUT, MODEL, fill, holds
+from tests.client.patience import gives_up_after
 from tests.client.processes import Worker
 from tests.support.daemon import Daemon
 from tests.support.wait import eventually
@@ -285,7 +286,7 @@ def test_after_a_restart_whoever_holds_something_is_told(
 
 
 def test_an_interrupted_begin_gives_back_what_still_comes(
-    client: kvd_client.Client, start_worker: Callable[[], Worker]
+    daemon: Daemon, client: kvd_client.Client, start_worker: Callable[[], Worker]
 ) -> None:
     writer = start_worker()
     writer.call("begin", tokens=PROMPT)
@@ -294,11 +295,18 @@ def test_an_interrupted_begin_gives_back_what_still_comes(
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
+    def send_it_once_the_begin_waits() -> None:
+        with kvd_client.connect(daemon.folder) as observer:
+            eventually(lambda: any(entry.num_waiting for entry in observer.status().clients))
+        os.kill(os.getpid(), signal.SIGALRM)
+
     previous = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    sending = threading.Thread(target=send_it_once_the_begin_waits)
+    sending.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             cache.sequence(PROMPT, wait_s=60)
+        sending.join()
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert writer.call("fill_and_commit") == 96
@@ -314,7 +322,7 @@ def test_an_interrupted_begin_gives_back_what_still_comes(
 
 def test_a_daemon_that_does_not_answer_is_a_time_out_for_every_thread(daemon: Daemon) -> None:
     said: list[str] = []
-    with kvd_client.connect(daemon.folder, timeout_s=0.5) as client:
+    with kvd_client.connect(daemon.folder) as client:
 
         def ask_status() -> None:
             try:
@@ -325,10 +333,11 @@ def test_a_daemon_that_does_not_answer_is_a_time_out_for_every_thread(daemon: Da
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
             threads = [threading.Thread(target=ask_status) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(10)
+            with gives_up_after(0.5, client):
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join(10)
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         assert said == ["RequestTimeout"] * 4
