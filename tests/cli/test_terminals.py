@@ -129,7 +129,7 @@ memory host {bar} 256 KiB of 1 MiB
 @pytest.mark.parametrize("environ", [UTF8, ASCII], ids=["utf8", "ascii"])
 def test_top(daemon, tmp_path, width, height, full, rest, environ):
     with Tmux(tmp_path, command(daemon, "top", "--interval", "0.1"), width=width, height=height, **environ) as terminal:
-        screen = steady(terminal.shows("requests/s", "reader"), daemon)
+        screen = steady(terminal.shows("requests/s", "reader", "q quit"), daemon)
         assert terminal.has_other_screen()
         assert not terminal.has_cursor()
         lines = screen.splitlines()

@@ -88,7 +88,7 @@ class Sandbox:
     def _screen(self, command: str) -> str:
         argv = [sys.executable, "-m", "kvd.cli", *command.split()[1:], "--runtime-dir", str(self.daemon.folder)]
         with Tmux(self.folder, argv, width=80, height=24, LC_ALL="C.UTF-8") as terminal:
-            return terminal.shows("requests/s", "reader")
+            return terminal.shows("requests/s", "reader", "q quit")
 
     def _named(self, text: str) -> str:
         for real, name in (
