@@ -16,7 +16,7 @@ from kvd.protocol.requests import Release, Request
 from tests.client.homes import host_only, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
 from tests.fakecuda.machine import FakeMachine
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, descriptors_of
 from tests.support.mappings import permissions
 from tests.support.wait import eventually
 
@@ -207,7 +207,7 @@ def resources(pid: int) -> tuple[int, int, int]:
     """Mappings, descriptors, resident KiB."""
     maps = Path(f"/proc/{pid}/maps").read_bytes().count(b"\n")
     rss = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return maps, len(list(Path(f"/proc/{pid}/fd").iterdir())), int(rss.split()[1])
+    return maps, len(descriptors_of(pid)), int(rss.split()[1])
 
 
 # case D6

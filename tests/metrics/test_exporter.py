@@ -21,7 +21,7 @@ from kvd.metrics import exporter as exporter_module
 from kvd.metrics import parse_address
 from kvd.metrics.exporter import Exporter
 from tests.cli.snapshots import FULL
-from tests.support.daemon import Daemon, running_daemon
+from tests.support.daemon import Daemon, descriptors_of, running_daemon
 from tests.support.wait import eventually
 
 
@@ -188,7 +188,7 @@ def test_without_being_asked_it_serves_nothing(tmp_path):
         threads = [path.read_text().strip() for path in Path(f"/proc/{daemon.pid}/task").glob("*/comm")]
         assert "kvd-metrics" not in threads
         listening = Path(f"/proc/{daemon.pid}/net/tcp").read_text()
-        own = {str(fd.readlink()) for fd in Path(f"/proc/{daemon.pid}/fd").iterdir()}
+        own = descriptors_of(daemon.pid)
         assert not any(f"socket:[{line.split()[9]}]" in own for line in listening.splitlines()[1:])
 
 

@@ -114,12 +114,21 @@ class Daemon:
         return self.process is not None and self.process.poll() is None
 
     def num_descriptors(self) -> int:
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        return len(descriptors_of(self.pid))
 
     def anonymous_nbytes(self) -> int:
         """RssAnon of proc_pid_status(5)."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def descriptors_of(pid: int) -> list[str]:
+    """What each descriptor of a process is open on; what it reads of /proc and /sys is open for a moment only."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(str(entry.readlink()))
+    return [one for one in found if not one.startswith(("/proc/", "/sys/"))]
 
 
 @contextlib.contextmanager
