@@ -101,10 +101,11 @@ def test_the_daemons_own_mappings_are_left_out_of_core_dumps(tmp_path):
         raw.seal(cache, raw.begin(cache, packed, num_blocks=2).blocks, packed)
         raw.close()
         with RawClient(daemon.folder) as again:
-            again.ask(Spill)
-            eventually(lambda: segment_flags(daemon.pid), 20)
+            eventually(lambda: again.ask(Spill).num_left == 0, 20)
             # The mapping of the copies, which stays with its segment; the one under construction is unmapped by now.
-            assert all("dd" in flags for flags in segment_flags(daemon.pid))
+            found = segment_flags(daemon.pid)
+            assert found
+            assert all("dd" in flags for flags in found)
 
 
 def test_a_password_is_neither_in_status_nor_in_the_log(tmp_path):
