@@ -26,7 +26,7 @@ def weights() -> Path:
 
 
 @pytest.mark.model
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_text_is_found_that_a_process_has_computed(tmp_path):
     import torch
     import transformers

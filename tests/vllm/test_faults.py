@@ -8,7 +8,9 @@ import pytest
 
 import kvd_client
 from kvd.errors import OutOfBlocks, OutOfMemory
+from tests.vllm.engine import TEST_BOUND_S
 
+pytestmark = pytest.mark.timeout(TEST_BOUND_S)
 # case E4, in every test here: every kvd fault ends in recompute with equal output.
 
 

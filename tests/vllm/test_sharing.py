@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 import kvd_client
 from tests.vllm import models
+from tests.vllm.engine import TEST_BOUND_S
 
+pytestmark = pytest.mark.timeout(TEST_BOUND_S)
 BLOCK = 32
 
 

@@ -14,7 +14,7 @@ from tests.engines.llama_cpp.servers import OPTIONS, ROOT, model_path
 
 
 @pytest.mark.model
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_second_server_reuses_what_the_first_has_computed(llama_daemon: Path) -> None:
     environ = {**os.environ, "KVD_RUNTIME_DIR": str(llama_daemon)}
     done = subprocess.run(
