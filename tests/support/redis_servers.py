@@ -113,9 +113,9 @@ def running_server(binary: Path = DEBIAN_REDIS, *arguments: str, port: int = 0) 
 @contextlib.contextmanager
 def running_cluster(num_nodes: int = 3) -> Iterator[list[RealServer]]:
     """Masters that share all slots, and agree that they do."""
-    ports = free_ports(2 * num_nodes)
-    nodes, buses = ports[:num_nodes], ports[num_nodes:]
     with contextlib.ExitStack() as stack:
+        ports = stack.enter_context(reserved_ports(2 * num_nodes))
+        nodes, buses = ports[:num_nodes], ports[num_nodes:]
         servers = [
             stack.enter_context(
                 running_server(
@@ -146,10 +146,13 @@ def running_cluster(num_nodes: int = 3) -> Iterator[list[RealServer]]:
         yield servers
 
 
-def free_ports(count: int) -> list[int]:
-    """TCP ports nobody uses now."""
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """TCP ports that the kernel gives to nobody else in the block; a server that asks for one by number can have it."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
+            # With this at both ends a port may be bound twice, until one of the two listens.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        yield [one.getsockname()[1] for one in sockets]

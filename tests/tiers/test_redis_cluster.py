@@ -12,7 +12,7 @@ from kvd.errors import TierRefused, TierUnavailable
 from kvd.tiers.base import Read, TierKey, Write
 from kvd.tiers.redis_tier import RedisTier
 from tests.support.clock import FakeClock
-from tests.support.redis_servers import DEBIAN_REDIS, RealServer, free_ports, running_cluster, running_server
+from tests.support.redis_servers import DEBIAN_REDIS, RealServer, reserved_ports, running_cluster, running_server
 from tests.support.wait import eventually
 from tests.tiers.conformance import empty, fetched, new_block, new_key, new_namespace
 from tests.tiers.conftest import ConnectTier
@@ -110,8 +110,11 @@ def test_the_url_must_fit_the_server(redis_cluster, debian_redis, connect_tier: 
     if cluster_first:
         url = redis_cluster[0].url
     else:
-        (port,) = free_ports(1)
-        with running_server(DEBIAN_REDIS, port=port) as server, pytest.raises(TierRefused) as caught:
+        with (
+            reserved_ports(1) as (port,),
+            running_server(DEBIAN_REDIS, port=port) as server,
+            pytest.raises(TierRefused) as caught,
+        ):
             connect_tier(cluster_url([server])).generation(new_namespace())
         assert caught.value.cause == "wrong-mode"
         return
@@ -126,9 +129,9 @@ def test_tls_carries_blocks_and_refuses_strangers(tmp_path: Path, connect_tier: 
     request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=kvd-test -days 2"
     where = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key_file, "-out", certificate]
     subprocess.run(["openssl", *request.split(), *where], check=True, capture_output=True)
-    (port,) = free_ports(1)
-    tls = ("--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key_file))
-    with running_server(DEBIAN_REDIS, *tls, "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no"):
+    tls = ["--tls-cert-file", certificate, "--tls-key-file", key_file, "--tls-ca-cert-file", certificate]
+    tls += ["--tls-auth-clients", "no", "--tls-port"]
+    with reserved_ports(1) as (port,), running_server(DEBIAN_REDIS, *map(str, [*tls, port])):
         tier = connect_tier(f"rediss://127.0.0.1:{port}?ca_file={certificate}")
         namespace = new_namespace()
         keys, data = [new_key(namespace) for _ in range(10)], new_block(1 << 20)
