@@ -54,7 +54,8 @@ def connect_tier(clock: FakeClock) -> Iterator[ConnectTier]:
     tiers: list[RedisTier] = []
 
     def connect(url: str, **options: object) -> RedisTier:
-        options = {"prefix": prefix, "control_timeout_s": 1.0, "bulk_timeout_s": 5.0} | options
+        bounds = {"control_timeout_s": 1.0, "connect_timeout_s": 1.0, "bulk_timeout_s": 5.0}
+        options = {"prefix": prefix} | bounds | options
         tier = RedisTier(parse_redis_url(url, {}), RedisOptions(**options), clock=clock)
         tiers.append(tier)
         return tier

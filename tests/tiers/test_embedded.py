@@ -95,7 +95,7 @@ def test_a_server_that_dies_comes_back_and_is_used_again(start_tier: StartTier):
 
 
 def test_a_fault_that_is_over_is_not_shown_for_ever(start_tier: StartTier):
-    tier = up(start_tier(max_backoff_s=0.2))
+    tier = up(start_tier(max_backoff_s=1.0))
     os.kill(tier.server.pid, signal.SIGKILL)
     eventually(lambda: "ended by itself" in tier.server.last_error)
     eventually(lambda: not tier.server.last_error)
@@ -373,6 +373,7 @@ def test_a_killed_daemon_leaves_no_server(folder: Path, keeps: bool):
 
 def test_a_server_that_will_not_start_is_a_tier_that_is_down_and_says_why(folder: Path, start_tier: StartTier):
     tier = start_tier(binary=Path(shutil.which("false")))
+    eventually(lambda: tier.server.last_error)
     with pytest.raises(TierUnavailable) as caught:
         tier.server.wait_until_up(0.3)
     assert "did not start" in str(caught.value)

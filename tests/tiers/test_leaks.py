@@ -18,7 +18,7 @@ from kvd.tiers.redis_url import parse_redis_url
 from tests.support.redis_servers import RealServer
 from tests.tiers.conformance import empty, new_block, new_key, new_namespace
 
-OPTIONS = RedisOptions(control_timeout_s=0.2, bulk_timeout_s=0.2)
+OPTIONS = RedisOptions(control_timeout_s=1.0, bulk_timeout_s=0.2)
 
 
 def descriptors() -> int:

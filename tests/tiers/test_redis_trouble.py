@@ -11,7 +11,7 @@ from kvd.block import NamespaceDigest
 from kvd.errors import BlockCorrupt, BlockMissing, StaleGeneration, TierFull, TierRefused, TierUnavailable
 from kvd.tiers.base import Generation, Read, TierKey, Write
 from kvd.tiers.redis_bulk import WINDOW
-from kvd.tiers.redis_tier import RedisTier
+from kvd.tiers.redis_tier import RedisOptions, RedisTier
 from kvd.tiers.redis_url import parse_redis_url
 from tests.support.clock import FakeClock
 from tests.support.redis_servers import DEBIAN_REDIS, RealServer, running_server
@@ -179,20 +179,21 @@ def test_full_and_never_evicting(connect_tier: ConnectTier, clock: FakeClock, na
 
 
 @pytest.mark.parametrize("password", ["", "wrong"])
-def test_wrong_password(clock: FakeClock, namespace, password: str):
+def test_wrong_password(clock: FakeClock, namespace, password: str, timeout_s: float):
     # case C1
     with running_server(DEBIAN_REDIS, "--requirepass", "right") as server:
         environ = {"KVD_REDIS_PASSWORD": password} if password else {}
         address = parse_redis_url(server.url, environ)
         assert "wrong" not in str(address) + repr(address)
-        with RedisTier(address, clock=clock) as tier:
+        options = RedisOptions(control_timeout_s=timeout_s, bulk_timeout_s=timeout_s)
+        with RedisTier(address, options, clock=clock) as tier:
             with pytest.raises(TierRefused) as caught:
                 tier.generation(namespace)
             assert caught.value.cause == "auth"
             assert "password" in str(caught.value)
             assert tier.status().state == "down"
             assert "wrong" not in repr(tier.status())
-        with RedisTier(parse_redis_url(server.url, {"KVD_REDIS_PASSWORD": "right"})) as tier:
+        with RedisTier(parse_redis_url(server.url, {"KVD_REDIS_PASSWORD": "right"}), options) as tier:
             key, data = new_key(namespace), new_block()
             tier.put(key, data, generation=tier.generation(namespace))
             assert fetched(tier, key) == data
