@@ -9,7 +9,8 @@ then takes effect, or raises with nothing changed (evictions that made room for 
     pools = Pools(budget_nbytes=…, segment_nbytes=…, floor_segments=1, session_quota_nbytes=None, uid_quota_nbytes=None,
                   device="host")
     pools.add_device(uuid, budget_nbytes=…, segment_nbytes=…)         a budget of its own; ids and quotas are shared
-    pools.open_session(session, uid); pools.end_session(session)      everything it held goes back, in all pools
+    pools.open_session(session, uid); pools.end_session(session)      everything it held goes back, in all pools; with
+                                                                      keep_on_cards=True but for reservations there
     pool = pools.pool(tenant, block_nbytes, name="", device=…,
                       source=None)                                    made on demand
     pools.plan_shrink(nbytes, device) -> Shrink                       what a smaller budget would take

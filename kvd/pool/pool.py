@@ -233,15 +233,20 @@ class Pool(Exchange):
         lease_holder.charge((lease.num_distinct - before) * self.block_nbytes)
         self.announcements.withdraw(lease, hashes)
 
-    def end_lease(self, lease_holder: Session) -> None:
-        """Everything the session holds here goes back; it never fails."""
+    def end_lease(self, lease_holder: Session, *, keep_reserved: bool = False) -> None:
+        """Everything the session holds here goes back, but perhaps for what it reserved; it never fails."""
         lease = lease_holder.leases.pop(self.pool_id, None)
         if lease is None:
             return
         lease_holder.charge(-lease.num_distinct * self.block_nbytes)
         self.store.unreference(lease.all_references())
-        self.store.free(lease.reserved.values())
         self.announcements.withdraw(lease, list(lease.announced))
+        if keep_reserved and lease.reserved:
+            kept = lease_holder.leases[self.pool_id] = Lease(lease_holder.id)
+            kept.reserved = lease.reserved
+            lease_holder.charge(kept.num_distinct * self.block_nbytes)
+        else:
+            self.store.free(lease.reserved.values())
 
     def match(self, hashes: Sequence[ChainHash]) -> int:
         """Length of the resident prefix in blocks. Pins nothing and makes nothing look used."""

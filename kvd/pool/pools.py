@@ -49,6 +49,8 @@ class Pools:
         self._woken: list[tuple[int, ChainHash]] = []
         self._pools: list[Pool] = []
         """By pool id."""
+        self._lingering: set[SessionId] = set()
+        """Those that were ended but for reservations on cards."""
         self._by_shape: dict[tuple[str, str, int, str, str], Pool] = {}
         self.add_device(device, budget_nbytes=budget_nbytes, segment_nbytes=segment_nbytes)
 
@@ -79,12 +81,30 @@ class Pools:
         """A session begins. `uid` is the kernel's word."""
         self._sessions.open(session, uid)
 
-    def end_session(self, session: SessionId) -> None:
-        """Every reference, reservation and announcement of it goes back, in all pools; its waiters' waits pass on."""
+    def end_session(self, session: SessionId, *, keep_on_cards: bool = False) -> bool:
+        """Every reference, reservation and announcement of it goes back, in all pools; its waiters' waits pass on.
+
+        With `keep_on_cards` reservations there stay, since they may still be written; while there are any, which is
+        returned, the session stays open. End it again when nobody writes them.
+        """
         record = self._sessions.get(session)
         for pool_id in list(record.leases):
-            self._pools[pool_id].end_lease(record)
+            pool = self._pools[pool_id]
+            pool.end_lease(record, keep_reserved=keep_on_cards and pool.device != HOST)
+        if record.leases:
+            self._lingering.add(session)
+            return True
+        self._lingering.discard(session)
         self._sessions.close(record)
+        return False
+
+    def lingers(self, session: SessionId) -> bool:
+        """Whether a session that was ended is still open for what it reserved on cards."""
+        return session in self._lingering
+
+    def is_held_by_lingering(self, pool: Pool) -> bool:
+        """Whether blocks of the pool come back when the process of a session that was ended is gone."""
+        return any(pool.pool_id in self._sessions.get(session).leases for session in self._lingering)
 
     def pool(
         self,

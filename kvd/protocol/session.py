@@ -2,8 +2,8 @@
 
 The client sends `Hello`; the daemon answers `Welcome` or `Refused`, later sends `SegmentGranted` or
 `DeviceSegmentGranted` (always before the reply that first names a block of it), `SegmentRevoked` and `Goodbye`. To the
-revoke of a device segment, and to nothing else, the client answers `SegmentClosed`.
-The end of the socket is the end of the session.
+revoke of a device segment, and to nothing else, the client answers `SegmentClosed`. Who was granted device memory says
+`Farewell` before it closes the socket. The end of the socket is the end of the session.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ class DeviceSegmentGranted(msgspec.Struct, tag="device_segment_granted", frozen=
 class SegmentRevoked(msgspec.Struct, tag="segment_revoked", frozen=True):
     """The segment is gone; no block of it is used by anyone. Close its descriptors.
 
-    A device segment is freed only once every session it was granted to has answered `SegmentClosed`, or has ended.
+    A device segment is freed only once every session it was granted to has answered `SegmentClosed`, or has ended with
+    `Farewell` or with its process.
     """
 
     pool: int
@@ -107,7 +108,14 @@ class SegmentClosed(msgspec.Struct, tag="segment_closed", frozen=True):
     segment: int
 
 
-FromClient = Hello | SegmentClosed
+class Farewell(msgspec.Struct, tag="farewell", frozen=True):
+    """The client closes the session next; nothing in its process maps the session's device memory or works on it.
+
+    Without it the session's device memory waits for the end of the process.
+    """
+
+
+FromClient = Hello | SegmentClosed | Farewell
 FromDaemon = Welcome | Refused | SegmentGranted | DeviceSegmentGranted | SegmentRevoked | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()

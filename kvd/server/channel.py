@@ -98,12 +98,17 @@ class Channel:
 
     def receive(self) -> bytes | None:
         """The next datagram of the client, cut off past what one may have; None for nothing, b"" at the end."""
-        try:
-            return self._socket.recv(MAX_DATAGRAM_NBYTES + 1)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
+        for _ in range(2):
+            try:
+                return self._socket.recv(MAX_DATAGRAM_NBYTES + 1)
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                # It closed with datagrams of ours unread. The kernel says so once, before it hands out what was sent.
+                continue
+            except OSError:
+                break
+        return b""
 
     def is_at_end(self) -> bool:
         """Whether nobody holds the other end any more. Passes over what the client may have sent."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvd.errors import Overloaded
 from kvd.server.kernel import PeerCredentials
+from kvd.server.lingering import Lingering
 from kvd.server.sessions import Session, Sessions
 
 
@@ -22,13 +23,14 @@ class Limits:
     uid_sessions: int | None = None
     uid_requests: int | None = None
 
-    def check_session(self, sessions: Sessions, peer: PeerCredentials) -> None:
-        """Raises `Overloaded` when this process may not open one more session."""
-        if len(sessions) >= self.sessions:
+    def check_session(self, sessions: Sessions, lingering: Lingering, peer: PeerCredentials) -> None:
+        """Raises `Overloaded` when this process may not open one more session. Those that linger count, too."""
+        if len(sessions) + len(lingering) >= self.sessions:
             raise Overloaded(f"all {self.sessions} sessions are taken; raise limits.sessions")
-        if sessions.num_of_process(peer) >= max(4, self.sessions // 4):
+        if sessions.num_of_process(peer) + lingering.num_of_process(peer) >= max(4, self.sessions // 4):
             raise Overloaded(f"process {peer.pid} alone has a quarter of all sessions; close some")
-        if self.uid_sessions is not None and sessions.num_of_uid(peer.uid) >= self.uid_sessions:
+        num_of_uid = sessions.num_of_uid(peer.uid) + lingering.num_of_uid(peer.uid)
+        if self.uid_sessions is not None and num_of_uid >= self.uid_sessions:
             raise Overloaded(
                 f"uid {peer.uid} has all {self.uid_sessions} sessions that one user may have; close some, or raise "
                 f"limits.uid_sessions"

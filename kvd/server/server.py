@@ -13,9 +13,10 @@ from pathlib import Path
 
 import zmq
 
+from kvd.block import SessionId
 from kvd.errors import DaemonRestarted, InvalidRequest, KvdError, VersionMismatch
 from kvd.protocol.requests import Request
-from kvd.protocol.session import Goodbye, Hello, SegmentClosed, Welcome, decode_from_client, encode
+from kvd.protocol.session import Farewell, Goodbye, Hello, SegmentClosed, Welcome, decode_from_client, encode
 from kvd.protocol.wire import PROTOCOL_MAX, PROTOCOL_MIN
 from kvd.server.channel import Channel
 from kvd.server.connections import cut_connections
@@ -25,6 +26,7 @@ from kvd.server.guard import MemoryGuard
 from kvd.server.incoming import Receiver
 from kvd.server.kernel import PeerCredentials, open_pidfd, parse_peer_address
 from kvd.server.limits import Limits
+from kvd.server.lingering import Lingering
 from kvd.server.lobby import Lobby
 from kvd.server.outgoing import Sender
 from kvd.server.sessions import Session, Sessions
@@ -103,6 +105,7 @@ class Server:
             expel=self.expel,
         )
         self._lobby = Lobby(self._endpoints.listener, self._watch, self.counters, self._open_session, self._clock)
+        self._lingering = Lingering(self._watch, overdue=self._lives_on, gone=self._is_gone, clock=self._clock)
         self._guard = MemoryGuard(str(self._endpoints.request_path))
         self._poller = zmq.Poller()
         for entry in (self._router, self._admission.socket, self._arrivals.socket, self._watch.fileno()):
@@ -140,7 +143,12 @@ class Server:
 
     def _patience_ms(self) -> int:
         earliest_s = self._heartbeat_at_s + IDLE_HEARTBEAT_S
-        for deadline_s in (self.service.next_deadline_s, self._lobby.next_deadline_s, self._sender.retry_at_s):
+        for deadline_s in (
+            self.service.next_deadline_s,
+            self._lobby.next_deadline_s,
+            self._lingering.next_deadline_s,
+            self._sender.retry_at_s,
+        ):
             if deadline_s is not None and deadline_s < earliest_s:
                 earliest_s = deadline_s
         return max(0, math.ceil((earliest_s - self._clock()) * 1000))
@@ -148,6 +156,7 @@ class Server:
     def _keep_house(self, now_s: float) -> None:
         self._sender.retry(now_s)
         self._lobby.expire(now_s)
+        self._lingering.expire(now_s)
         deadline_s = self.service.next_deadline_s
         if deadline_s is not None and now_s >= deadline_s:
             self._call(lambda: self.service.tick(now_s))
@@ -208,7 +217,7 @@ class Server:
                 f"this daemon ({self._version}) speaks protocol {PROTOCOL_MIN} to {PROTOCOL_MAX}, the client "
                 f"({_printable(hello.client_version)}) {hello.protocol_min} to {hello.protocol_max}"
             )
-        self.limits.check_session(self.sessions, credentials)
+        self.limits.check_session(self.sessions, self._lingering, credentials)
         session_id = self.service.open_session(
             Identity(credentials.pid, credentials.uid, credentials.gid),
             label=_printable(hello.label),
@@ -234,7 +243,7 @@ class Server:
         self._sender.flush(session)
         received = session.channel.receive()
         if received == b"":
-            self._end(session)
+            self._end(session, is_done=session.has_said_farewell)
         elif received is not None:
             self._take_in(session, received)
 
@@ -246,6 +255,8 @@ class Server:
             return
         if isinstance(message, SegmentClosed):
             self.service.segment_closed(session.id, message.pool, message.segment)
+        elif isinstance(message, Farewell):
+            session.has_said_farewell = True
         else:
             self.expel(session, InvalidRequest("a client says hello once"))
 
@@ -253,7 +264,7 @@ class Server:
         if not session.channel.is_at_end():
             # A forked child still holds the socket. It is not the process that was given the session.
             self.counters.num_exits_seen_by_pidfd += 1
-        self._end(session)
+        self._end(session, is_done=True)
 
     def expel(self, session: Session, error: KvdError) -> None:
         """Ends a session against its will, and says why as far as it still listens."""
@@ -268,23 +279,40 @@ class Server:
         }
         _log.warning("session %d (pid %d) ended: %s", session.id, session.credentials.pid, error, extra={"kvd": who})
         session.channel.send(encode(Goodbye(error.code, str(error))))
-        self._end(session)
+        self._end(session, is_done=False)
         if not self.sessions.num_of_process(session.credentials):
             cut_connections(str(self._endpoints.request_path), {session.process})
 
-    def _end(self, session: Session) -> None:
-        """The session is over: its token is dead before its leases go back, so nothing late can revive it."""
+    def _end(self, session: Session, *, is_done: bool) -> None:
+        """The session is over: its token is dead before its leases go back, so nothing late can revive it.
+
+        `is_done`: its process does nothing on a card any more with what it held there. Else that waits for its end.
+        """
         self.sessions.remove(session)
         self._sender.forget(session)
         self._watch.remove(session.channel.fileno())
         session.channel.close()
         if session.pidfd is not None:
             self._watch.remove(session.pidfd)
-            os.close(session.pidfd)
         self.counters.num_sessions_ended += 1
         _log.debug("session %d ended", session.id)
-        self.service.end_session(session.id)
+        # Without a pidfd its process is gone, or in another PID namespace, where no handle of a card can be opened.
+        lingers = self.service.end_session(session.id, may_linger=not is_done and session.pidfd is not None)
+        if session.pidfd is not None:
+            if lingers:
+                self._lingering.add(session.id, session.credentials, session.pidfd)
+            else:
+                os.close(session.pidfd)
         self._sender.deliver(self.service.outbox)
+
+    def _lives_on(self, session: SessionId) -> None:
+        if self.service.end_lingering(session):
+            _log.warning("what session %d had reserved on a card is given to others: its process lives on", session)
+        self._settle()
+
+    def _is_gone(self, session: SessionId) -> None:
+        self.service.process_ended(session)
+        self._settle()
 
     def close(self) -> None:
         """Tells every client, ends every session, removes the sockets. Idempotent."""
@@ -294,7 +322,8 @@ class Server:
             session.channel.send(encode(Goodbye(error.code, str(error))))
         for session in self.sessions:
             if self.sessions.get(session.id) is session:
-                self._end(session)
+                self._end(session, is_done=session.has_said_farewell)
+        self._lingering.close()
         self._watch.close()
         self._endpoints.close()
 

@@ -33,6 +33,7 @@ class Session:
     __slots__ = (
         "channel",
         "credentials",
+        "has_said_farewell",
         "id",
         "num_in_flight",
         "num_messages",
@@ -52,6 +53,8 @@ class Session:
         self.peer_address = credentials.peer_address
         self.channel = channel
         self.pidfd = pidfd
+        self.has_said_farewell = False
+        """Nothing in its process uses device memory of the session any more."""
         self.num_in_flight = 0
         """Requests that will be answered and whose reply has not been handed to ZeroMQ."""
         self.user = User()

@@ -7,7 +7,9 @@ pools and the tiers below; the service says when, and what to tell whom. What it
 ## API (what the server codes against)
     service = Service(pools=…, homes=…, epoch=…, mover=None, settings=ServiceSettings(…), version=…, pid=…, …)
     session = service.open_session(Identity(pid, uid, gid), label=…, client_version=…)      -> SessionId
-    service.end_session(session)          every lease goes back; idempotent
+    service.end_session(session)          every lease goes back; idempotent. With may_linger=True, and where it
+                                          returns True: process_ended(session) when the process is gone, and
+                                          before it, if that takes too long, end_lingering(session)
     service.handle(session, request)      one decoded `kvd.protocol.requests.Request`; never raises a KvdError
     service.on_memory_ready()             call when the stock's `on_ready` has fired (it fires on the stock's thread:
                                           let it write to an eventfd, and call this on the loop)

@@ -51,7 +51,7 @@ class IdleRelease:
         pools: Pools,
         sessions: Mapping[SessionId, Session],
         spilling: Spilling | None,
-        is_draining: Callable[[str], bool],
+        may_be_mapped: Callable[[str], bool],
         settle: Callable[[], None],
         again: Callable[[Session, OpenCache], None],
         fail: Callable[[Session, OpenCache, KvdError], None],
@@ -64,7 +64,7 @@ class IdleRelease:
         self._pools = pools
         self._sessions = sessions
         self._spilling = spilling
-        self._is_draining = is_draining
+        self._may_be_mapped = may_be_mapped
         self._settle = settle
         self._again = again
         self._fail = fail
@@ -146,7 +146,7 @@ class IdleRelease:
     def _look_at(self, rest: _Rest) -> None:
         """Of a card that is there and that nobody waits for."""
         device, now_s = rest.home.device, self._clock()
-        if self._is_used(device) or self._is_draining(device):
+        if self._is_used(device) or self._may_be_mapped(device):
             rest.idle_since_s = rest.leaves_until_s = None
             return
         if rest.idle_since_s is None:

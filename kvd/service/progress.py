@@ -312,8 +312,10 @@ class Progress:
         now_s, until_s = self._clock(), attempt.waits_for_blocks_until_s
         if until_s is None or now_s >= until_s:
             # It prefers the error; but what a copy holds would have been evicted for it, and comes back in a moment,
-            # and so does memory that clients were told to close.
-            if attempt.transit_until_s is None and self._table.is_draining(attempt.cache.pool.device):
+            # and so does memory that clients were told to close, or that a killed one was writing.
+            pool = attempt.cache.pool
+            comes_back = self._table.is_draining(pool.device) or self._pools.is_held_by_lingering(pool)
+            if attempt.transit_until_s is None and comes_back:
                 attempt.transit_until_s = now_s + self._settings.drain_wait_s
             elif attempt.transit_until_s is None and attempt.cache.pool.num_in_transit:
                 attempt.transit_until_s = now_s + self._settings.tiers.answer_s

@@ -35,6 +35,8 @@ class SegmentTable:
         self._num_segments: Counter[int] = Counter()
         """By pool."""
         self._draining = Draining()
+        self._lingering: dict[SessionId, Session] = {}
+        """Ended ones whose processes may map segments of a card."""
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -96,12 +98,13 @@ class SegmentTable:
         pool_id, segment_id = place = dropped.pool_id, dropped.segment_id
         revoked = SegmentRevoked(pool=pool_id, segment=segment_id)
         told: list[SessionId] = []
-        for session in sessions:
+        for session in (*sessions, *self._lingering.values()):
             granted = session.granted.get(pool_id)
             if granted is not None and segment_id in granted:
                 granted.remove(segment_id)
                 session.granted_writable[pool_id].discard(segment_id)
-                self._outbox.append(SendRevoke(session.id, revoked))
+                if session.id not in self._lingering:
+                    self._outbox.append(SendRevoke(session.id, revoked))
                 told.append(session.id)
         self._num_segments[pool_id] -= 1
         segment = self._segments.pop(place)
@@ -122,14 +125,31 @@ class SegmentTable:
             self._count_draining(home)
         return home is not None
 
+    def session_lingers(self, session: Session) -> bool:
+        """It ended, and its process may map what it was granted of a card; whether that is anything."""
+        on_cards = any(segments and self._is_on_card(pool) for pool, segments in session.granted.items())
+        if on_cards or self._draining.waits_for(session.id):
+            self._lingering[session.id] = session
+            return True
+        return False
+
     def session_ended(self, session: SessionId) -> None:
         """It maps nothing any more."""
+        self._lingering.pop(session, None)
         for home in self._draining.session_ended(session):
             self._count_draining(home)
 
     def is_draining(self, device: str) -> bool:
         """Whether memory of the device is on its way back from clients."""
         return self._draining.num_segments(device) > 0
+
+    def may_be_mapped(self, device: str) -> bool:
+        """Whether a client whose session is no more may map memory of the device."""
+        return self.is_draining(device) or any(
+            segments and self._pools.get(pool).device == device
+            for session in self._lingering.values()
+            for pool, segments in session.granted.items()
+        )
 
     def to_close(self, session: SessionId) -> dict[int, int]:
         """By pool id: segments that the session was told to close and has not."""
@@ -141,6 +161,9 @@ class SegmentTable:
             segment.let_go()
         self._segments.clear()
         self._draining.close()
+
+    def _is_on_card(self, pool_id: int) -> bool:
+        return self._pools.get(pool_id).device != HOST
 
     def _count_draining(self, home: Home) -> None:
         self._pools.set_draining(home.device, self._draining.num_segments(home.device))

@@ -42,8 +42,8 @@ from kvd.status import Snapshot, WaitStatus
 class Service:
     """All policy of the daemon; `kvd.service` says how to drive it. Loop thread only.
 
-    Invariant: the pools know a session exactly while it is in `_sessions`; whatever arrives for another is dropped and
-    counted, so a late request of the dead creates nothing.
+    Invariant: the pools know a session exactly while it is in `sessions`, or lingers in them; whatever arrives for one
+    that is not in `sessions` is dropped and counted, so a late request of the dead creates nothing.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Service:
             pools=pools,
             sessions=self.sessions,
             spilling=None if self.below is None else self.below.spilling,
-            is_draining=self._table.is_draining,
+            may_be_mapped=self._table.may_be_mapped,
             settle=self._progress.settle,
             again=self._carry_out,
             fail=self._answers.fail,
@@ -211,19 +211,43 @@ class Service:
         )
         return session_id
 
-    def end_session(self, session_id: SessionId) -> None:
-        """Everything it held goes back at once, its waits vanish, and those who waited for it go on. Idempotent."""
+    def end_session(self, session_id: SessionId, *, may_linger: bool = False) -> bool:
+        """Everything it held goes back at once, its waits vanish, and those who waited for it go on. Idempotent.
+
+        With `may_linger` its process may still work on a card: what it reserved there, and segments that it may map,
+        stay until `process_ended`. Whether there are any is returned.
+        """
         session = self.sessions.pop(session_id, None)
         if session is None:
-            return
+            return False
         # Its waits first: what its end wakes must not find it in the queue.
         self._progress.forget(session)
         self.savings.ended(session)
-        self.pools.end_session(session_id)
-        self._table.session_ended(session_id)
+        holds_blocks = self.pools.end_session(session_id, keep_on_cards=may_linger)
+        maps_segments = may_linger and self._table.session_lingers(session)
+        if not maps_segments:
+            self._table.session_ended(session_id)
         self._idle.go_on()
         self._progress.blocks_came_back = True
         self._blocks_moved(*{cache.pool for cache in session.caches.values()})
+        self._progress.settle()
+        return holds_blocks or maps_segments
+
+    def end_lingering(self, session_id: SessionId) -> bool:
+        """What an ended session had reserved on a card goes back; whether there was any. What it may map stays."""
+        if not self.pools.lingers(session_id):
+            return False
+        self.pools.end_session(session_id)
+        self._progress.blocks_came_back = True
+        self._progress.settle()
+        return True
+
+    def process_ended(self, session_id: SessionId) -> None:
+        """The process of an ended session that lingered is gone: nothing is mapped or written by it any more."""
+        self.end_lingering(session_id)
+        self._table.session_ended(session_id)
+        self._idle.go_on()
+        self._progress.blocks_came_back = True
         self._progress.settle()
 
     def handle(self, session_id: SessionId, request: requests.Request) -> None:

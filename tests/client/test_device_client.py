@@ -18,6 +18,7 @@ from kvd.cuda import Stream, address_of
 from kvd.errors import CudaUnavailable, DaemonRestarted, EngineUnsupported, OutOfBlocks
 from kvd.layout import KVLayout
 from kvd.protocol.requests import Release, Request
+from kvd.protocol.session import Farewell
 from kvd_client.memory import device_imports, device_storage
 from kvd_client.memory.device_pieces import DirectPiece
 from kvd_client.memory.device_segments import DevicePoolMemory
@@ -429,6 +430,34 @@ def test_a_killed_client_leaves_the_pool_whole_and_its_memory_to_the_others(
     assert home.held_nbytes() == before, "the daemon has it still, and nobody else"
     with client.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT) as seq:
         assert holds(seq, PROMPT, 96)
+
+
+@pytest.mark.parametrize("viewed", [False, True])
+def test_the_daemon_hears_of_the_end_when_nothing_is_mapped_any_more(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, viewed: bool
+) -> None:
+    heard: list[tuple[str, int]] = []
+    owner = kvd_client.connect(daemon.folder)
+    seq = owner.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT)
+    keys = [seq.layer(0)[0]]
+    if not viewed:
+        keys.clear()
+    session = owner._runner.link.session
+    send, close = session.send, session.close
+
+    def tell(message: Farewell, *, wait_s: float) -> bool:
+        heard.append((type(message).__name__, device_imports.num_open()))
+        return send(message, wait_s=wait_s)
+
+    monkeypatch.setattr(session, "send", tell)
+    monkeypatch.setattr(session, "close", lambda: heard.append(("close", device_imports.num_open())) or close())
+    owner.close()
+    if viewed:
+        assert heard == []
+        keys.clear()
+        del seq
+        eventually(lambda: len(heard) == 2)
+    assert heard == [("Farewell", 0), ("close", 0)]
 
 
 # case B12

@@ -117,6 +117,32 @@ def test_a_writers_blocks_are_free_at_once_and_were_never_seen() -> None:
     assert tiny.resident("a b") == ""
 
 
+def test_what_a_process_may_still_write_on_a_card_is_nobodys_until_it_is_gone() -> None:
+    tiny = Tiny(4, device="a card")
+    tiny.seal(ALICE, tiny.reserve(ALICE, 1), "a")
+    tiny.begin(ALICE, "x", announce=True)
+    assert tiny.pools.end_session(ALICE, keep_on_cards=True)
+    tiny.check()
+    assert tiny.states == (2, 1, 0, 1)
+    assert tiny.status.num_references == 0
+    assert tiny.begin(BOB, "x", announce=True).num_announced == 1  # what it was to compute is another's at once
+    with pytest.raises(OutOfBlocks, match=r"session 1 .* 1 reserved"):
+        tiny.pool.reserve(BOB, 3)
+    assert not tiny.pools.end_session(ALICE)
+    tiny.check()
+    assert len(tiny.reserve(BOB, 3)) == 3  # evicts a
+
+
+def test_a_session_that_may_write_nothing_on_a_card_ends_at_once() -> None:
+    on_host, on_card = Tiny(2), Tiny(2, device="a card")
+    on_host.reserve(ALICE, 2)
+    on_card.seal(ALICE, on_card.reserve(ALICE, 2), "a b")
+    for tiny in (on_host, on_card):
+        assert not tiny.pools.end_session(ALICE, keep_on_cards=True)
+        tiny.check()
+        assert len(tiny.reserve(BOB, 2)) == 2
+
+
 # case B16
 def test_an_ended_session_gets_nothing_any_more() -> None:
     tiny = Tiny(4)

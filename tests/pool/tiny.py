@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from kvd.block import BlockId, ChainHash, NamespaceDigest, SessionId
+from kvd.block import HOST, BlockId, ChainHash, NamespaceDigest, SessionId
 from kvd.pool import Begun, Grow, Pool, Pools, WaitFor
 from kvd.status import PoolStatus
 
@@ -38,6 +38,7 @@ class Tiny:
         spare_segments: int = 0,
         session_quota: int | None = None,
         uid_quota: int | None = None,
+        device: str = HOST,
     ) -> None:
         per_segment = per_segment or num_blocks
         num_segments = num_blocks // per_segment
@@ -46,6 +47,7 @@ class Tiny:
             segment_nbytes=per_segment * BLOCK,
             session_quota_nbytes=None if session_quota is None else session_quota * BLOCK,
             uid_quota_nbytes=None if uid_quota is None else uid_quota * BLOCK,
+            device=device,
         )
         for session, uid in UID.items():
             self.pools.open_session(session, uid)

@@ -20,9 +20,11 @@ from kvd.protocol.requests import Status
 from kvd.server.channel import Channel
 from kvd.server.guard import GROWTH_NBYTES, NUM_LOOKS, MemoryGuard
 from kvd.server.kernel import PeerCredentials, open_pidfd, parse_peer_address, peer_credentials
+from kvd.server.lingering import LINGER_S, Lingering
 from kvd.server.salvage import request_id_of
 from kvd.server.sessions import ADMISSIONS_PER_SESSION, MAX_TOMBSTONES, Session, Sessions
 from kvd.server.watch import Watch
+from tests.support.clock import FakeClock
 
 PEER = PeerCredentials(pid=10, uid=20, gid=30)
 
@@ -189,3 +191,43 @@ def test_who_completes_a_message_now_and_then_is_not_the_culprit():
     memory.nbytes += GROWTH_NBYTES + 1
     memory.senders = {GOOD}
     assert [memory.guard.look({GOOD: turn // 2}) for turn in range(6)] == [set()] * 6
+
+
+def test_a_session_lingers_until_its_process_is_gone():
+    clock, told = FakeClock(), []
+    watch = Watch()
+    lingering = Lingering(
+        watch,
+        overdue=lambda session: told.append(("overdue", session)),
+        gone=lambda session: told.append(("gone", session)),
+        clock=clock,
+    )
+    children = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(3)]
+    pidfds = [os.pidfd_open(child.pid) for child in children]
+    for number, (child, pidfd) in enumerate(zip(children, pidfds, strict=True)):
+        lingering.add(SessionId(number), PEER._replace(pid=child.pid), pidfd)
+        clock.advance(1)
+    assert (len(lingering), lingering.num_of_uid(20), lingering.num_of_uid(21)) == (3, 3, 0)
+    assert lingering.num_of_process(PEER._replace(pid=children[0].pid)) == 1
+    children[0].communicate()
+    watch.dispatch()
+    assert told == [("gone", 0)]
+    assert lingering.next_deadline_s == 1001.0 + LINGER_S
+    clock.advance(LINGER_S - 2)
+    lingering.expire(clock())
+    lingering.expire(clock())
+    assert told == [("gone", 0), ("overdue", 1)]
+    assert lingering.next_deadline_s == 1002.0 + LINGER_S
+    # It is still waited for.
+    children[1].communicate()
+    watch.dispatch()
+    assert told[2:] == [("gone", 1)]
+    lingering.close()
+    assert not len(lingering)
+    children[2].communicate()
+    watch.dispatch()
+    assert told[3:] == []
+    for pidfd in pidfds:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(pidfd)
+    watch.close()

@@ -44,7 +44,7 @@ def test_what_failed_when_all_had_given_up_is_tried_again_for_who_asks_next() ->
         pools=Pools(budget_nbytes=SEGMENT_NBYTES, segment_nbytes=SEGMENT_NBYTES, device=CARD),
         sessions={session.id: session},
         spilling=None,
-        is_draining=lambda _device: False,
+        may_be_mapped=lambda _device: False,
         settle=lambda: None,
         again=lambda _session, _request: None,
         fail=lambda _session, _request, error: told.append(error),

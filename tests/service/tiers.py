@@ -41,6 +41,7 @@ class TieredHouse(House):
         rules: Sequence[Rule] = (),
         isolation: Isolation = "group",
         card: Home | None = None,
+        idle_release_s: float = 0.0,
         **changes: Any,
     ) -> None:
         """`changes` are of `TierSettings` and `PoolPolicy`; `rules` are those of pools of their own."""
@@ -51,7 +52,11 @@ class TieredHouse(House):
         self.mover = HandMover(self.stack, lambda: self.clock.now_s)
         policy = PoolPolicy(**{name: changes.pop(name) for name in ("spill", "after_promote") if name in changes})
         settings = replace(
-            SETTINGS, isolation=isolation, tiers=TierSettings(**changes), pool_rules=PoolRules(rules, policy)
+            SETTINGS,
+            isolation=isolation,
+            tiers=TierSettings(**changes),
+            pool_rules=PoolRules(rules, policy),
+            idle_release_s=idle_release_s,
         )
         super().__init__(
             num_segments, settings=settings, mover=self.mover, session_quota_blocks=session_quota_blocks, card=card

@@ -144,7 +144,9 @@ class DeviceClient(RawClient):
 
 
 class Puppet:
-    """{"publish": n}: words 0 to n, referenced; {"leave": n}: the same, let go of but mapped."""
+    """{"publish": n}: words 0 to n, referenced; {"leave": n}: the same, let go of but mapped; {"reserve": n}: blocks to
+    write; {"hang_up": 0}: its session socket closes, and it lives on; {"misbehave": 0}: it is sent away.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.raw = DeviceClient(folder, label="subprocess")
@@ -161,6 +163,15 @@ class Puppet:
 
     def leave(self, num_blocks: int) -> None:
         self.raw.leave(num_blocks)
+
+    def reserve(self, num_blocks: int) -> None:
+        self.raw.reserve(1, num_blocks)
+
+    def hang_up(self, _argument: int) -> None:
+        self.raw.session_socket.close()
+
+    def misbehave(self, _argument: int) -> None:
+        self.raw.session_socket.send(b"?")
 
 
 def words(num_blocks: int) -> list[str]:

@@ -182,6 +182,9 @@ class RawClient:
         return self.status().counters[name]
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            # It maps nothing; a client that does closes that before it calls this.
+            self.session_socket.send(messages.encode(messages.Farewell()))
         self.session_socket.close()
         if self.context is not None:
             self.context.destroy(linger=0)

@@ -32,7 +32,14 @@ from kvd.errors import (
 )
 from kvd.protocol.replies import CacheOpened
 from kvd.protocol.requests import Request
-from kvd.protocol.session import DeviceSegmentGranted, Goodbye, SegmentClosed, SegmentGranted, SegmentRevoked
+from kvd.protocol.session import (
+    DeviceSegmentGranted,
+    Farewell,
+    Goodbye,
+    SegmentClosed,
+    SegmentGranted,
+    SegmentRevoked,
+)
 from kvd.protocol.wire import pack_block_ids
 from kvd_client.memory.attendant import attendant
 from kvd_client.memory.device_imports import ImportedSegment
@@ -352,9 +359,17 @@ class Link:
             self._end()
 
     def _end(self) -> None:
-        self.session.close()
+        if self.is_on_card:
+            # By the attendant, after what it was given before: the daemon may free what was mapped once it hears this.
+            attendant().put(self._end_on_card)
+        else:
+            self.session.close()
         self._segments.close()
-        self._close_device_segments()
+
+    def _end_on_card(self) -> None:
+        self._device_segments.close()
+        self.session.send(Farewell(), wait_s=_CONFIRM_AGAIN_S)
+        self.session.close()
 
     @property
     def is_on_card(self) -> bool:

@@ -1,6 +1,7 @@
 """The session socket: it opens the session, brings descriptors, and its end is the session's end.
 
-After the hello only the close of device segments is confirmed on it. Reading never blocks once the session stands.
+After the hello only the close of device segments is told on it, of one or of all. Reading never blocks once the session
+stands.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class SessionSocket:
                 os.close(surplus)
         return None if message is None else Arrival(message, descriptors[0] if descriptors else None)
 
-    def send(self, message: wire_session.SegmentClosed, *, wait_s: float) -> bool:
+    def send(self, message: wire_session.SegmentClosed | wire_session.Farewell, *, wait_s: float) -> bool:
         """Whether it has left, or need not: the session may be over. Waits so long for a daemon that does not read."""
         datagram = wire_session.encode(message)
         for attempt in range(2):
