@@ -127,7 +127,11 @@ class SegmentStock(Stock[HostSegment]):
             collapse=self._huge_pages,
             before_step=self._before_huge_step if huge_pages else self._before_step,
         )
-        self._prepare(segment)
+        try:
+            self._prepare(segment)
+        except BaseException:
+            segment.close()
+            raise
         return segment
 
     def _before_huge_step(self, _remaining_nbytes: int) -> None:

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,9 @@ class Machine:
         self.words: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.stocks: list[SegmentStock] = []
 
-    def stock(self, num_segments: int, *, segment_nbytes: int = MIB, prefault: str = "lazy") -> SegmentStock:
+    def stock(
+        self, num_segments: int, *, segment_nbytes: int = MIB, prefault: str = "lazy", **more: Any
+    ) -> SegmentStock:
         stock = SegmentStock(
             segment_nbytes=segment_nbytes,
             budget_nbytes=num_segments * segment_nbytes,
@@ -32,6 +35,7 @@ class Machine:
             on_ready=lambda: self.words.put(None),
             available=lambda: self.available_nbytes,
             free_huge_pages=lambda: self.huge_nbytes,
+            **more,
         )
         self.stocks.append(stock)
         return stock
@@ -254,3 +258,18 @@ def test_huge_pages_that_the_kernel_then_refuses_are_plain_ones_too(machine: Mac
     with stock.take(huge_pages=True) as segment:  # type: ignore[union-attr]
         assert isinstance(segment, HostSegment)
     assert stock.failed is None
+
+
+def test_a_segment_that_cannot_be_prepared_is_given_back(machine: Machine) -> None:
+    made: list[HostSegment] = []
+
+    def refuse(segment: HostSegment) -> None:
+        made.append(segment)
+        raise OSError(12, "Cannot allocate memory")
+
+    stock = machine.stock(2, prepare=refuse)
+    stock.start()
+    stock.request(1)
+    machine.wait_for_words(1)
+    assert stock.failed is not None
+    assert [segment.closed for segment in made] == [True]
