@@ -14,21 +14,21 @@ from kvd.errors import CudaDeviceLost, CudaError, CudaMisuse
 LOCK_STEP_NBYTES = 1 << 30
 """The driver holds locks of the whole machine while it pins: never for more than this in one call."""
 _log = logging.getLogger(__name__)
-_still_locked: list[mmap.mmap | memoryview] = []
-
-
-def keep_mapped(memory: mmap.mmap | memoryview) -> None:
-    """The driver did not unlock it: a copy may still come, so it stays mapped until the end of the process."""
-    _still_locked.append(memory)
+_still_locked: list[memoryview] = []
+"""What the driver did not unlock: a copy may still come, so it stays mapped until the end of the process."""
 
 
 class PageLock:
-    """A page-locked range of this process, in pieces. It is unlocked before it is unmapped: `close()`, idempotent."""
+    """Page-locked memory of this process, in pieces. It stays mapped until it is unlocked: `close()`, idempotent."""
 
-    def __init__(self, context: Context, address: int, nbytes: int, step_nbytes: int = LOCK_STEP_NBYTES) -> None:
-        """Takes about 0.1 s a GiB, with the GIL released. Raises `CudaError`; nothing is locked then."""
+    def __init__(self, context: Context, memory: mmap.mmap | memoryview, step_nbytes: int = LOCK_STEP_NBYTES) -> None:
+        """Takes about 0.1 s a GiB, with the GIL released. Raises `CudaError`; nothing is locked then, as far as the
+        driver goes along.
+        """
         self._context = context
+        self._memory: memoryview | None = memoryview(memory)
         self._pieces: list[int] = []
+        address, nbytes = address_of(self._memory), self._memory.nbytes
         try:
             for offset in range(0, nbytes, step_nbytes):
                 context.register(address + offset, min(step_nbytes, nbytes - offset))
@@ -37,8 +37,9 @@ class PageLock:
             self.close()
             raise
 
-    def close(self) -> bool:
-        """Waits for copies that use it. Never raises; a failure is logged, and False: then never unmap the range."""
+    def close(self) -> None:
+        """Waits for copies that use it. Never raises: what the driver does not unlock is logged, and stays mapped."""
+        memory, self._memory = self._memory, None
         unlocked = True
         while self._pieces:
             piece = self._pieces.pop()
@@ -52,7 +53,11 @@ class PageLock:
             except CudaError as error:
                 unlocked = False
                 _log.error("host memory stays page-locked: %s", error)
-        return unlocked
+        if memory is not None:
+            if unlocked:
+                memory.release()
+            else:
+                _still_locked.append(memory)
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +79,7 @@ class StagingMemory:
         self.unlocked: str | None = None
         self._lock: PageLock | None = None
         try:
-            self._lock = PageLock(context, self.address, nbytes)
+            self._lock = PageLock(context, self._mapping)
         except CudaDeviceLost:
             raise
         except CudaError as error:
@@ -88,6 +93,6 @@ class StagingMemory:
 
     def close(self) -> None:
         """Unlocks it; it is unmapped with the last view. Idempotent."""
-        mapping, self._mapping = self._mapping, None
-        if self._lock is not None and not self._lock.close() and mapping is not None:
-            keep_mapped(mapping)
+        self._mapping = None
+        if self._lock is not None:
+            self._lock.close()

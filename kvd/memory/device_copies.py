@@ -90,6 +90,19 @@ class Lane:
         self._unsure = False
         self._held.clear()
 
+    def settle(self) -> None:
+        """For the engine: something failed. Waits once more, since what is copied to is given to others next.
+
+        A card that still does not let itself be waited for counts as lost: nothing may be had there any more. Never
+        raises `CudaError`.
+        """
+        context = self.stream.context
+        try:
+            self.synchronize()
+        except CudaError as error:
+            if context.lost is None and not context.closed:
+                context.lost = f"copies there cannot be waited for: {error}"
+
     def begin(self, min_nbytes: int = 0) -> None:
         """For the engine: an empty lane. A lane whose copies could not be waited for is waited for again first.
 
@@ -153,12 +166,11 @@ class CopyEngine:
             lane.begin(min_nbytes)
             try:
                 yield lane
+                lane.synchronize()
             except BaseException:
                 # Whatever went wrong: nobody else gets memory over which a copy still runs.
-                with contextlib.suppress(CudaError):
-                    lane.synchronize()
+                lane.settle()
                 raise
-            lane.synchronize()
         finally:
             self._free.put(lane)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 
-from kvd.cuda import Context, address_of
-from kvd.cuda.page_lock import PageLock, keep_mapped
+from kvd.cuda import Context
+from kvd.cuda.page_lock import PageLock
 from kvd.errors import CudaError
 from kvd.memory.segment import HostSegment
 
@@ -22,22 +22,24 @@ class SegmentLocks:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._excluding = threading.Lock()
-        self._locks: dict[int, tuple[PageLock, memoryview]] = {}
+        self._locks: dict[int, PageLock] = {}
         self._told = False
 
     def lock(self, segment: HostSegment) -> None:
-        """Maps the segment and locks it. Never raises: copies then take longer, and the log says so once."""
-        view = segment.view(0, segment.nbytes)
+        """Maps the segment and locks it. Where that is refused copies take longer, and the log says so once.
+
+        Raises `OSError` when it cannot be mapped.
+        """
         try:
-            lock = PageLock(self._context, address_of(view), segment.nbytes)
+            with segment.view(0, segment.nbytes) as view:
+                lock = PageLock(self._context, view)
         except CudaError as error:
-            view.release()
             if not self._told:
                 _log.warning("host pools beside the card are not page-locked, copies take longer: %s", error)
             self._told = True
             return
         with self._excluding:
-            self._locks[id(segment)] = lock, view
+            self._locks[id(segment)] = lock
         segment.before_unmap = lambda: self._unlock(id(segment))
 
     def close(self) -> None:
@@ -47,10 +49,6 @@ class SegmentLocks:
 
     def _unlock(self, key: int) -> None:
         with self._excluding:
-            lock, view = self._locks.pop(key, (None, None))
-        if lock is None or view is None:
-            return
-        if lock.close():
-            view.release()
-        else:
-            keep_mapped(view)  # the mapping stays with it
+            lock = self._locks.pop(key, None)
+        if lock is not None:
+            lock.close()

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.cuda import Context, address_of
+from kvd.cuda import Context
 from kvd.cuda.page_lock import PageLock, StagingMemory
 from kvd.errors import CudaDeviceLost, CudaError, CudaMisuse
+from kvd.memory.block_memory import DeviceBlock, HostBlock, carrying
 from kvd.memory.device_copies import CopyEngine
 from kvd.memory.device_segment import DeviceSegment
 from kvd.memory.segment import HostSegment
@@ -122,6 +123,46 @@ def test_a_lane_whose_wait_failed_is_waited_for_before_its_next_use(
     engine.close()
 
 
+@pytest.mark.parametrize("down", [True, False])
+def test_a_copy_whose_wait_failed_does_not_come_over_what_follows(
+    p40: Context, engine: CopyEngine, segment: DeviceSegment, machine: FakeMachine, down: bool
+):
+    """Whoever was told of the failure gives the block to another."""
+    own = mmap.mmap(-1, BLOCK)
+    with PageLock(p40, own), memoryview(own) as view:
+        segment.write(0, bytearray(content(1)))
+        view[:] = content(2)
+        machine.fail("cuStreamSynchronize:1=999")
+        pairs = [(DeviceBlock(engine, segment, 0, BLOCK), HostBlock(view[:]))]
+        with pytest.raises(CudaError, match="UNKNOWN"), carrying([pair if down else pair[::-1] for pair in pairs]):
+            pass
+        assert machine.fired() == ["cuStreamSynchronize:1=999"]
+        back = bytearray(BLOCK)
+        if down:
+            view[:] = content(3)
+        else:
+            segment.write(0, bytearray(content(3)))
+        with engine.lane(), engine.lane():
+            pass
+        segment.read(0, back)
+        assert (bytes(view), back) == ((content(3), content(1)) if down else (content(2), content(3)))
+        pairs[0][1].release()
+
+
+def test_a_card_that_does_not_let_itself_be_waited_for_counts_as_lost(
+    p40: Context, segment: DeviceSegment, machine: FakeMachine
+):
+    engine = CopyEngine(p40, num_lanes=1, lane_nbytes=4 * BLOCK)
+    machine.fail("cuStreamSynchronize:*=999")
+    with pytest.raises(CudaError, match="UNKNOWN"), engine.lane() as lane:
+        lane.download(segment, 0, BLOCK)
+    assert "cannot be waited for" in str(p40.lost)
+    machine.fail("")
+    with pytest.raises(CudaDeviceLost, match="cannot be waited for"), engine.lane():
+        pass
+    engine.close()
+
+
 def test_more_than_a_lane_holds_is_refused(engine: CopyEngine, segment: DeviceSegment):
     with engine.lane() as lane:
         assert lane.room_for(BLOCK) == 16
@@ -177,7 +218,7 @@ def test_many_threads_move_many_blocks(p40: Context, segment: DeviceSegment):
 def test_memory_of_the_callers_own_is_copied_without_staging(p40: Context, engine: CopyEngine, segment: DeviceSegment):
     fill(segment, 1)
     own = mmap.mmap(-1, 2 * BLOCK)
-    with PageLock(p40, address_of(own), 2 * BLOCK), engine.lane() as lane:
+    with PageLock(p40, own), engine.lane() as lane:
         lane.download_into(segment, 0, memoryview(own)[:BLOCK])
         assert own[:BLOCK] == bytes(BLOCK)
         lane.synchronize()
@@ -191,19 +232,34 @@ def test_memory_of_the_callers_own_is_copied_without_staging(p40: Context, engin
 
 def test_a_large_range_is_locked_in_pieces_and_unlocked_whole(p40: Context, machine: FakeMachine):
     memory = mmap.mmap(-1, 10 * BLOCK)
-    with PageLock(p40, address_of(memory), 10 * BLOCK, step_nbytes=4 * BLOCK):
+    with PageLock(p40, memory, step_nbytes=4 * BLOCK):
         assert machine.num_calls("cuMemHostRegister_v2") == 3
         with pytest.raises(CudaMisuse, match="ALREADY_REGISTERED"):
-            PageLock(p40, address_of(memory) + 9 * BLOCK, BLOCK)
-    PageLock(p40, address_of(memory), 10 * BLOCK).close()
+            PageLock(p40, memoryview(memory)[9 * BLOCK :])
+    PageLock(p40, memory).close()
 
 
 def test_a_range_that_is_not_locked_whole_is_not_locked_at_all(p40: Context, machine: FakeMachine):
     memory = mmap.mmap(-1, 10 * BLOCK)
     machine.fail("cuMemHostRegister_v2:3=2")
     with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
-        PageLock(p40, address_of(memory), 10 * BLOCK, step_nbytes=4 * BLOCK)
+        PageLock(p40, memory, step_nbytes=4 * BLOCK)
     assert machine.num_calls("cuMemHostUnregister") == 2
+
+
+def test_what_the_driver_does_not_unlock_stays_mapped(p40: Context, machine: FakeMachine):
+    refused, closed = mmap.mmap(-1, 10 * BLOCK), mmap.mmap(-1, BLOCK)
+    machine.fail("cuMemHostRegister_v2:3=2,cuMemHostUnregister:1=999,cuMemHostUnregister:3=999")
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        PageLock(p40, refused, step_nbytes=4 * BLOCK)
+    PageLock(p40, closed).close()
+    assert machine.fired()[1:] == ["cuMemHostUnregister:1=999", "cuMemHostUnregister:3=999"]
+    for memory in (refused, closed):
+        with pytest.raises(BufferError):
+            memory.close()
+    whole = mmap.mmap(-1, BLOCK)
+    PageLock(p40, whole).close()
+    whole.close()
 
 
 def test_without_page_locking_copies_are_right_and_the_log_says_so(

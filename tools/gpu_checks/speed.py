@@ -11,7 +11,6 @@ from functools import partial
 
 from gpu_checks.bench import MIB, Bench
 from gpu_checks.table import Row, Verdict, expect
-from kvd.cuda import address_of
 from kvd.cuda.page_lock import PageLock
 from kvd.memory.device_copies import CopyEngine
 from kvd.memory.device_segment import DeviceSegment
@@ -31,7 +30,7 @@ def check(bench: Bench) -> Iterator[Row]:
         for kind in ("pageable", "page-locked"):
             engine = CopyEngine(bench.context, num_lanes=1, lane_nbytes=BLOCK_NBYTES)
             began_s = time.perf_counter()
-            lock = PageLock(bench.context, address_of(host), NBYTES) if kind == "page-locked" else None
+            lock = PageLock(bench.context, host) if kind == "page-locked" else None
             if lock is not None:
                 took_s = time.perf_counter() - began_s
                 yield Row("speed", "page-locking", Verdict.TOLD, f"{took_s / NBYTES * (1 << 30):.3f} s a GiB")
