@@ -162,6 +162,29 @@ def test_the_mask_is_learned_by_an_empty_cache(client: kvd_client.Client, model:
 
 
 # case E2
+def test_a_refused_first_step_leaves_an_empty_cache_without_padding(
+    client: kvd_client.Client, model: PreTrainedModel, salt: str
+) -> None:
+    padded = {name: tensor[:1] for name, tensor in batch(prompt(20, seed=7), prompt(30)).items()}
+    with attach(client, model, prompt(30), salt=salt, max_tokens=40) as cache:
+        cache.reset()
+        with torch.no_grad(), pytest.raises(InvalidRequest, match="position_ids"):
+            model(**padded, cache=cache)
+        assert cache.get_max_length() == 40
+        with pytest.raises(SequenceTooLong):
+            greedy(model, prompt(35), cache=cache)
+        assert cache.num_columns == 0, "refused before anything was computed"
+        assert torch.equal(generate(model, padded, cache=cache), generate(model, padded))
+
+
+def test_padding_takes_no_room_of_an_empty_cache(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    inputs = {name: tensor[:1] for name, tensor in batch(prompt(20, seed=7), prompt(60)).items()}
+    with attach(client, model, prompt(20), salt=salt, max_tokens=30) as cache:
+        cache.reset()
+        assert torch.equal(generate(model, inputs, cache=cache), generate(model, inputs))
+
+
+# case E2
 @pytest.mark.parametrize("wrong", ["none", "other padding", "a hole", "padding on the right", "fewer rows"])
 def test_another_mask_is_refused_before_anything_is_written(
     client: kvd_client.Client, model: PreTrainedModel, salt: str, wrong: str

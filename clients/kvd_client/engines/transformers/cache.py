@@ -156,22 +156,26 @@ class KvdCache(Cache):  # type: ignore[misc]
             raise EngineUnsupported(FOREIGN_MODEL)
         check_num_rows(input_ids, len(self.rows))
         self._batch.require_complete()
-        if not self.num_columns and not any(row.token_ids for row in self.rows):
-            self._adopt_padding(mask)
-        new_ids = check_step(self.rows, self.num_columns, input_ids, mask, positions, may_go_on=self._is_recording)
+        paddings = self.paddings_under(mask)
+        new_ids = check_step(
+            self.rows, paddings, self.num_columns, input_ids, mask, positions, may_go_on=self._is_recording
+        )
         # Half a millisecond for hundreds of tensors: too much for every generated token.
         if input_ids.shape[1] > 1 and not self._model.is_unchanged():
             raise EngineUnsupported(
                 "the model's weights or adapters changed since this KvdCache was attached; close it and attach again"
             )
-        if len(self.rows) > 1 or any(row.num_padding for row in self.rows):
+        if len(self.rows) > 1 or any(paddings):
             self._model.attend_by_rows()
+        for row, padding in zip(self.rows, paddings, strict=True):
+            row.num_padding = padding
         self._batch.begin_pass(input_ids.shape[1], new_ids)
 
-    def _adopt_padding(self, mask: Any) -> None:
-        """An empty cache learns where its rows begin from the first mask it meets."""
-        for row, padding in zip(self.rows, padding_of(mask, len(self.rows)), strict=True):
-            row.num_padding = padding
+    def paddings_under(self, mask: Any) -> list[int]:
+        """Columns of padding before each row. An empty cache learns them from the mask of the first step it takes."""
+        if not self.num_columns and not any(row.token_ids for row in self.rows):
+            return padding_of(mask, len(self.rows))
+        return [row.num_padding for row in self.rows]
 
     def end_step(self) -> None:
         """The forward pass is complete: its tokens get their names, and blocks that became full are published."""

@@ -206,7 +206,7 @@ def _check_prompt(model: PreTrainedModel, cache: KvdCache, input_ids: Any, kwarg
         num_columns = cache.get_seq_length() + num_ids
     max_new_tokens = setting(model, kwargs, "max_new_tokens")
     if max_new_tokens:
-        check_room(cache.rows, num_columns, max_new_tokens)
+        check_room(cache.rows, cache.paddings_under(mask), num_columns, max_new_tokens)
     return num_wanted // num_rows
 
 

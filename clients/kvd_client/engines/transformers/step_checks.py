@@ -40,10 +40,10 @@ def check_beginning(
             )
 
 
-def check_room(rows: Sequence[CachedRow], num_columns: int, num_new: int) -> None:
+def check_room(rows: Sequence[CachedRow], paddings: Sequence[int], num_columns: int, num_new: int) -> None:
     """Raises `SequenceTooLong` unless `num_new` tokens fit behind `num_columns` columns; the last is not computed."""
-    for row in rows:
-        num_total = num_columns - row.num_padding
+    for row, padding in zip(rows, paddings, strict=True):
+        num_total = num_columns - padding
         if num_total + num_new - 1 > row.sequence.max_tokens:
             raise SequenceTooLong(
                 f"{num_total} tokens and {num_new} new ones need attach(..., max_tokens={num_total + num_new}); "
@@ -63,6 +63,7 @@ def check_num_rows(input_ids: torch.Tensor, num_rows: int) -> None:
 
 def check_step(
     rows: Sequence[CachedRow],
+    paddings: Sequence[int],
     start: int,
     input_ids: torch.Tensor,
     mask: Any,
@@ -74,23 +75,21 @@ def check_step(
     ids that are new to it. Raises `InvalidRequest`, `EngineUnsupported` or `SequenceTooLong`.
     """
     stop = start + input_ids.shape[1]
-    paddings = [row.num_padding for row in rows]
     check_mask(mask, paddings, stop)
     new_ids = [
-        check_tokens(row, ids, start, stop, may_go_on=may_go_on)
-        for row, ids in zip(rows, input_ids.tolist(), strict=True)
+        check_tokens(row, ids, max(0, start - padding), max(0, stop - padding), may_go_on=may_go_on)
+        for row, padding, ids in zip(rows, paddings, input_ids.tolist(), strict=True)
     ]
     check_positions(positions, paddings, start, stop)
-    check_room(rows, stop, 1)
+    check_room(rows, paddings, stop, 1)
     return new_ids
 
 
-def check_tokens(row: CachedRow, ids: list[int], start: int, stop: int, *, may_go_on: bool) -> list[int]:
-    """The ids that are new to the row, of those in columns start .. stop. Raises `InvalidRequest`.
+def check_tokens(row: CachedRow, ids: list[int], first: int, last: int, *, may_go_on: bool) -> list[int]:
+    """The ids that are new to the row, of its tokens first .. last, with which `ids` end. Raises `InvalidRequest`.
 
     Without `may_go_on` a pass either stays within the tokens the row was attached for or lies behind them.
     """
-    first, last = max(0, start - row.num_padding), max(0, stop - row.num_padding)
     real = ids[len(ids) - (last - first) :]
     known = row.token_ids
     num_known = len(known)
