@@ -212,6 +212,15 @@ def test_a_cache_that_outlives_its_model_says_so(client: kvd_client.Client, salt
         decoder(ids[:, :4], mask[:, :4], places[:, :4], cache=cache)
     with pytest.raises(ClientClosed, match="gone"):
         decoder(ids[:, :1], mask[:, :1], places[:, :1], cache=cache)
-    with pytest.raises(ClientClosed, match="gone"):
+    held = num_references(client)
+    with pytest.raises(ClientClosed, match="gone") as kept:
         cache.fork()
+    assert num_references(client) == held, "although what was raised keeps its frames"
+    del kept
     cache.close()
+
+
+def num_references(client: kvd_client.Client) -> int:
+    """Blocks that this session holds, reserved ones included."""
+    me = next(each for each in client.status().clients if each.session == client.session_id)
+    return me.num_references + me.num_reserved

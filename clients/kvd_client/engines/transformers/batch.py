@@ -18,6 +18,7 @@ from kvd_client.engines.transformers.guarded import FOREIGN_MODEL
 from kvd_client.engines.transformers.row_attention import RowParts
 from kvd_client.engines.transformers.row_selection import fork_rows, select
 from kvd_client.engines.transformers.rows import CachedRow
+from kvd_client.engines.transformers.step_checks import STOPPED_HALF_WAY
 from kvd_client.engines.transformers.support import require_shape
 
 _HALF_WAY = -1
@@ -61,9 +62,7 @@ class Batch:
     def require_complete(self) -> None:
         """Raises `InvalidRequest` when the last pass wrote some layers, or rows, and not all."""
         if any(columns != self.num_columns for columns in self._layer_columns):
-            raise InvalidRequest(
-                "an earlier forward pass over this KvdCache stopped half way; close it and attach again"
-            )
+            raise InvalidRequest(STOPPED_HALF_WAY)
 
     def begin_pass(self, num_new_columns: int, new_ids: list[list[int]]) -> None:
         """The layers will write that many columns. `new_ids` are per row the ids among them that have no name yet."""

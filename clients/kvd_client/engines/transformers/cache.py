@@ -268,8 +268,13 @@ class KvdCache(Cache):  # type: ignore[misc]
         return self._twin(repeated(len(self.rows), repeats))
 
     def _twin(self, numbers: Ordered[int]) -> KvdCache:
-        twin = KvdCache.__new__(KvdCache)
-        twin._start(self._batch.forked(numbers), self._model, publish=self._publish)
+        twin, batch = KvdCache.__new__(KvdCache), self._batch.forked(numbers)
+        try:
+            twin._start(batch, self._model, publish=self._publish)
+        except BaseException:
+            for row in batch.rows:
+                row.close()
+            raise
         return twin
 
     def __copy__(self) -> KvdCache:

@@ -12,6 +12,8 @@ import torch
 from kvd.errors import EngineUnsupported, InvalidRequest, SequenceTooLong
 from kvd_client.engines.transformers.rows import CachedRow
 
+STOPPED_HALF_WAY = "an earlier forward pass over this KvdCache stopped half way; close it and attach again"
+
 
 def check_beginning(
     rows: Sequence[CachedRow], num_columns: int, input_ids: torch.Tensor, mask: torch.Tensor | None
@@ -94,7 +96,7 @@ def check_tokens(row: CachedRow, ids: list[int], first: int, last: int, *, may_g
     known = row.token_ids
     num_known = len(known)
     if row.num_tokens < first:
-        raise InvalidRequest("an earlier forward pass over this KvdCache stopped half way; close it and attach again")
+        raise InvalidRequest(STOPPED_HALF_WAY)
     # What is held has names, so first <= num_known from here on.
     if first < num_known < last and not may_go_on:
         # A whole prompt fed to a cache that holds its beginning would end here too.
