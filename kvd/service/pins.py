@@ -232,8 +232,14 @@ class Pins:
         return Pin(record, cache, unpack_hashes(record.hashes))
 
     def _require_room(self, session: Session, pool: Pool, num_blocks: int) -> None:
-        if len(self._pins) >= MAX_PINS:
-            raise QuotaExceeded(f"there are {MAX_PINS} pins already; `kvd pin --remove` ends one")
+        # So that nobody takes them all, whoever has many leaves as many to others.
+        num_own = sum(pin.record.uid == session.identity.uid for pin in self._pins.values())
+        num_free = MAX_PINS - len(self._pins)
+        if num_own >= num_free:
+            raise QuotaExceeded(
+                f"uid {session.identity.uid} has {num_own} pins, {num_free} of {MAX_PINS} are free, and a "
+                f"user may have as many as stay free for others; `kvd pin --remove` ends one"
+            )
         wanted = num_blocks * pool.block_nbytes
         pinned = sum(pin.nbytes for pin in self._pins.values() if pin.cache.pool.device == pool.device)
         allowed = self._allowed_nbytes(pool)

@@ -12,7 +12,7 @@ from kvd.hashing import pack_hashes
 from kvd.mover import Lookup, Spill
 from kvd.protocol import requests
 from kvd.protocol.replies import Done, Failed, Flushed, Pinned
-from kvd.service import Service
+from kvd.service import Service, pins
 from kvd.service.homes import Home
 from kvd.service.pin_files import PinFiles
 from kvd.status import PinStatus
@@ -173,6 +173,18 @@ def test_a_user_has_a_limit_too() -> None:
     assert error_code(one.ask(requests.Pin, 1, pack_hashes(names("c")))) == "quota-exceeded"
     pin(other, names("d"))
     house.close()
+
+
+def test_no_user_takes_every_pin(house: House, monkeypatch: pytest.MonkeyPatch) -> None:  # case B10
+    monkeypatch.setattr(pins, "MAX_PINS", 4)
+    made = {}
+    for uid in (1, 2, 3, 4):
+        client = house.client(uid=uid)
+        client.open()
+        replies = [client.ask(requests.Pin, 1, pack_hashes(names(f"{uid}{word}"))) for word in "abc"]
+        made[uid] = sum(isinstance(reply, Pinned) for reply in replies)
+        assert {error_code(reply) for reply in replies if isinstance(reply, Failed)} == {"quota-exceeded"}
+    assert made == {1: 2, 2: 1, 3: 1, 4: 0}
 
 
 def test_only_its_user_and_the_administrator_may_remove_it(house: House) -> None:
