@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import kvd_client
 from kvd.bench.row import CannotMeasure
 from kvd.config.paths import DAEMON_MARK
 from kvd.errors import ConnectionFailed
+from kvd.polling import readable
 from kvd.status import TierStatus
 
 START_BOUND_S = 60.0
@@ -94,7 +94,7 @@ class PrivateDaemon:
         pidfd = os.pidfd_open(self.pid)
         try:
             while not self._answers():
-                ended = bool(select.select([pidfd], [], [], LOOK_EVERY_S)[0])
+                ended = bool(readable(pidfd, bound_s=LOOK_EVERY_S))
                 if ended or time.perf_counter() > deadline:
                     raise CannotMeasure(f"the daemon did not start: {self._last_line()}")
         finally:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import resource
 import secrets
-import select
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from kvd.memory import ControlPage, available_memory_nbytes
 from kvd.metrics import parse_address
 from kvd.metrics.exporter import Exporter
 from kvd.mover import Mover
+from kvd.polling import readable
 from kvd.pool import Pools
 from kvd.protocol.control_page import DaemonState
 from kvd.server.endpoints import SocketAccess
@@ -137,7 +137,7 @@ def assemble(
     def wait_for_mover(seconds: float) -> None:
         control_page.write(DaemonState.STOPPING, counters if is_public else None)
         on_heartbeat()
-        if select.select([mover_ready], [], [], min(seconds, HEARTBEAT_S))[0]:
+        if readable(mover_ready, bound_s=min(seconds, HEARTBEAT_S)):
             on_mover_ready()
 
     def on_mover_ready() -> None:

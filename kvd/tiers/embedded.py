@@ -14,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from kvd.errors import RuntimeFolderError, TierError, TierUnavailable
+from kvd.polling import readable
 from kvd.tiers.embedded_config import server_arguments
 from kvd.tiers.own_file import OwnFile
 from kvd.tiers.redis_url import Node, RedisAddress
@@ -168,7 +168,7 @@ class EmbeddedServer:
                 self._failed(str(error))
             lived_long = self._clock() - started_s > self._options.max_backoff_s
             backoff_s = self._options.first_backoff_s if lived_long else backoff_s
-            select.select([self._stop_fd], [], [], backoff_s)
+            readable(self._stop_fd, bound_s=backoff_s)
             backoff_s = min(backoff_s * 2, self._options.max_backoff_s)
 
     def _run_once(self) -> None:
@@ -202,8 +202,7 @@ class EmbeddedServer:
             self._starting.rename(self._socket)
             socket_file = OwnFile(self._socket)
             self._set_up(True)
-            ready, _, _ = select.select([exited, self._stop_fd], [], [])
-            if exited in ready:
+            if exited in readable(exited, self._stop_fd):
                 self._failed(f"the server ended by itself: {self._how_it_ended(process)}")
         finally:
             self._set_up(False)
@@ -238,7 +237,7 @@ class EmbeddedServer:
         """Wait until the server answers PING. A server that loads its snapshot says so, and gets the time it takes."""
         deadline_s = self._clock() + self._options.start_timeout_s
         while True:
-            ended, _, _ = select.select([exited, self._stop_fd], [], [], 0.02)
+            ended = readable(exited, self._stop_fd, bound_s=0.02)
             if exited in ended:
                 raise TierUnavailable(f"the server did not start: {self._how_it_ended(process)}", cause="embedded")
             if ended:
@@ -264,8 +263,7 @@ class EmbeddedServer:
     def _end(self, process: subprocess.Popen[bytes], exited: int) -> None:
         """Ask it to end, then make it; nothing is left of it when this returns."""
         process.terminate()
-        ended, _, _ = select.select([exited], [], [], self._options.stop_timeout_s)
-        if not ended:
+        if not readable(exited, bound_s=self._options.stop_timeout_s):
             _log.warning("the embedded server did not stop in %.0f s: killed", self._options.stop_timeout_s)
             process.kill()
         process.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -60,6 +61,17 @@ def start_tier(folder: Path) -> Iterator[StartTier]:
         tier.close()
 
 
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    with contextlib.ExitStack() as opened:
+        while opened.enter_context(open(os.devnull)).fileno() < 1100:
+            pass
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def up(tier: EmbeddedRedisTier) -> EmbeddedRedisTier:
     tier.server.wait_until_up(10)
     return tier
@@ -92,6 +104,14 @@ def test_a_server_that_dies_comes_back_and_is_used_again(start_tier: StartTier):
     assert fetched(tier, key) == data
     assert tier.status().details["restarts"] == "1"
     assert "ended by itself" in tier.status().details["embedded_error"]
+
+
+def test_a_server_comes_back_in_a_process_with_many_descriptors(start_tier: StartTier, many_descriptors: None):
+    # select(2) takes numbers below 1,024 only, and a daemon has more descriptors than that.
+    tier = up(start_tier())
+    os.kill(tier.server.pid, signal.SIGKILL)
+    eventually(lambda: tier.server.num_restarts == 1)
+    up(tier)
 
 
 def test_a_fault_that_is_over_is_not_shown_for_ever(start_tier: StartTier):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from kvd.errors import (
     StateError,
     from_wire,
 )
+from kvd.polling import readable
 from kvd.protocol.replies import CacheOpened
 from kvd.protocol.requests import Request
 from kvd.protocol.session import (
@@ -251,7 +251,7 @@ class Link:
 
     def _await_arrival(self, bound_s: float) -> None:
         try:
-            select.select([self.session.fileno()], [], [], bound_s)
+            readable(self.session.fileno(), bound_s=bound_s)
         except (OSError, ValueError):
             # Closed meanwhile: the caller looks at `lost` again.
             return
