@@ -45,7 +45,7 @@ def error_of_reply(where: str, text: str) -> TierError:
     """The error a `-CODE message` reply stands for."""
     code = text.partition(" ")[0]
     if code == "OOM":
-        return TierFull(f"{where} is full and may not evict: raise its maxmemory, or set allkeys-lru", cause="full")
+        return TierFull(f"{where} is full and may not evict: raise its maxmemory, or set volatile-lru", cause="full")
     if code == "MISCONF":
         return TierFull(f"{where} cannot write its disk and so takes no more writes", cause="disk")
     if code == "WRONGTYPE":

@@ -14,7 +14,9 @@ from kvd.tiers.bulk_socket import Buffer, BulkSocket
 
 _BUFFER_NBYTES = 4096
 _MAX_LINE_NBYTES = 2048
-_MAX_SMALL_NBYTES = 1024
+_MAX_SMALL_NBYTES = 16 << 10
+"""Above any generation's record: three texts of `names.MAX_TEXT_NBYTES`, each byte of which JSON may write as six."""
+_MAX_STRAY_NBYTES = 1 << 20
 _SKIP_NBYTES = 256 << 10
 
 
@@ -56,7 +58,10 @@ class RespConnection:
         self._sock.send(parts)
 
     def read_reply(self) -> Reply:
-        """A small answer: status, integer, error, or a value of at most a kilobyte."""
+        """A small answer: status, integer, error, or a value of at most 16 KiB.
+
+        A longer value is none of ours: it is read past, and an `ErrorReply` stands for it.
+        """
         kind, text = self._read_line()
         if kind == b"+":
             return text
@@ -69,9 +74,12 @@ class RespConnection:
         nbytes = self._integer(text)
         if nbytes < 0:
             return None
-        if nbytes > _MAX_SMALL_NBYTES:
+        if nbytes > _MAX_STRAY_NBYTES:
             raise self._not_redis()
         self.value_left = nbytes
+        if nbytes > _MAX_SMALL_NBYTES:
+            self.finish_value()
+            return ErrorReply(f"WRONGTYPE a value of {nbytes} bytes lies where a small one is expected")
         value = bytearray(nbytes)
         self.read_into(memoryview(value))
         self.finish_value()

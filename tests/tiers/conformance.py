@@ -10,7 +10,7 @@ import pytest
 from kvd.block import ChainHash, NamespaceDigest
 from kvd.errors import BlockCorrupt, BlockMissing, StaleGeneration, TierUnavailable
 from kvd.tiers.base import Read, Tier, TierKey, Write
-from kvd.tiers.names import name_of
+from kvd.tiers.names import MAX_TEXT_NBYTES, name_of
 
 BLOCK_NBYTES = 8192
 
@@ -160,6 +160,16 @@ class TierConformance:
         tier.put(new_key(unnamed), new_block(), generation=tier.generation(unnamed))
         assert tier.generation(namespace, name) == generation
         assert [one for one in tier.names() if one.namespace in {namespace, unnamed}] == [name]
+
+    def test_the_longest_name_there_can_be_is_kept(self, tier: Tier, namespace: NamespaceDigest):
+        long = "\x01" * MAX_TEXT_NBYTES
+        name = name_of(namespace, tenant="uid:1", model=long, engine=long, adapter=long)
+        key, data = new_key(namespace), new_block()
+        tier.put(key, data, generation=tier.generation(namespace, name))
+        tier.generations([namespace, new_namespace()])
+        assert tier.status().state == "up"
+        assert fetched(tier, key) == data
+        assert name in tier.names()
 
     def test_a_name_that_comes_late_changes_nothing_else(self, tier: Tier, namespace: NamespaceDigest):
         key, data, generation = new_key(namespace), new_block(), tier.generation(namespace)

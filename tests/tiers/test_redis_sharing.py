@@ -239,6 +239,18 @@ def test_a_daemon_lists_what_another_one_named(server: RealServer, connect_tier:
     assert connect_tier(server.url).names() == []
 
 
+def test_a_long_value_in_a_record_s_place_is_no_fault_of_the_tier(
+    server: RealServer, connect_tier: ConnectTier, namespace
+):
+    tier = connect_tier(server.url, prefix=f"long{namespace.hex()[:8]}:")
+    with server.client() as client:
+        client.set(tier._keys.generation(namespace), b"x" * 100_000)
+    key, data = new_key(namespace), new_block()
+    tier.put(key, data, generation=tier.generation(namespace))
+    assert fetched(tier, key) == data
+    assert tier.status().state == "up"
+
+
 def test_naming_a_generation_never_brings_it_back(server: RealServer, two_daemons, namespace):
     # case A9: one daemon reads the record, another flushes, the first writes what it read with the name added.
     one, other = two_daemons

@@ -78,7 +78,7 @@ def test_answers_cut_anywhere_read_the_same(value: bytes, pieces: list[int], wan
         b":\r\n",
         b"\r\n",
         b"+no line end in sight" + b"x" * 5000,
-        b"$5000\r\n" + b"x" * 5002,
+        b"$2000000\r\n" + b"x" * 5002,
         b"+OK\n",
         b"$3\r\nabcde\r\n",
     ],
@@ -88,6 +88,14 @@ def test_another_protocol_is_refused(data: bytes):
     with pytest.raises(TierRefused) as caught:
         link.read_reply()
     assert caught.value.cause == "not-redis"
+
+
+def test_a_long_value_where_a_small_one_is_expected_is_read_past():
+    link = connection(b"$20000\r\n" + b"x" * 20_000 + b"\r\n$16384\r\n" + b"y" * 16_384 + b"\r\n")
+    reply = link.read_reply()
+    assert isinstance(reply, ErrorReply)
+    assert "20000" in reply.text
+    assert link.read_reply() == b"y" * 16_384, "the connection is well"
 
 
 @pytest.mark.parametrize("data", [b"", b"+O", b"$10\r\n", b"$10\r\nabc", b"$3\r\nabc"])
