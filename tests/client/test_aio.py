@@ -10,7 +10,16 @@ import torch
 
 import kvd_client
 import kvd_client.aio
-from kvd.errors import ClientClosed, DaemonRestarted, DaemonUnavailable, InvalidRequest, RequestTimeout, WouldWait
+from kvd.errors import (
+    ClientClosed,
+    ConnectionFailed,
+    DaemonRestarted,
+    DaemonUnavailable,
+    InvalidRequest,
+    RequestTimeout,
+    WouldWait,
+)
+from kvd.protocol import wire
 from kvd_client.transport.aio_runner import AsyncRunner
 from tests.client.kv import LAYOUT, MODEL, holds, keys_values
 from tests.client.patience import gives_up_after
@@ -43,6 +52,16 @@ async def aclient(daemon: Daemon) -> AsyncIterator[kvd_client.aio.Client]:
 @pytest.fixture
 async def acache(aclient: kvd_client.aio.Client) -> kvd_client.aio.Cache:
     return await aclient.cache(model=MODEL, layout=LAYOUT)
+
+
+async def test_an_answer_that_is_not_understood_ends_the_session_at_once(
+    aclient: kvd_client.aio.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as garbled:
+        garbled.setattr(wire, "_body", lambda frame: memoryview(b"\x80\x04garbage"))
+        with pytest.raises(ConnectionFailed, match="not understood"):
+            await aclient.status()
+    assert (await aclient.status()).clients, "the next call finds the daemon again"
 
 
 async def test_every_verb(aclient: kvd_client.aio.Client, acache: kvd_client.aio.Cache) -> None:

@@ -78,14 +78,22 @@ class AsyncChannel:
         asyncio.ensure_future(self._dealer.send(frame)).add_done_callback(_look_at)
 
     async def _receive(self) -> None:
-        while True:
-            reply = wire.decode_reply(await self._dealer.recv())
-            landing = self._link.landings.pop(reply.request_id, None)
-            if landing is not None:
-                landing.receive(reply)
-            waiter = self._waiters.get(reply.request_id)
-            if waiter is not None and not waiter.done():
-                waiter.set_result(reply)
+        try:
+            while True:
+                self._dispatch(wire.decode_reply(await self._dealer.recv()))
+        except KvdError as error:
+            # Whose reply it was is unknown, and so is what is held.
+            self._link.lose(
+                ConnectionFailed(f"the daemon's answer is not understood, so the session was closed: {error}")
+            )
+
+    def _dispatch(self, reply: Reply) -> None:
+        landing = self._link.landings.pop(reply.request_id, None)
+        if landing is not None:
+            landing.receive(reply)
+        waiter = self._waiters.get(reply.request_id)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(reply)
 
     def stop_reading(self) -> None:
         """The session is over, or about to be. On the loop's thread. Idempotent."""
