@@ -54,6 +54,31 @@ def test_other_weights_heads_rope_or_settings_are_another_namespace(other: dict[
     assert digest(tiny_model(**other)) != digest(tiny_model())
 
 
+class OnCard(torch.Tensor):
+    """Holds bytes that the CPU cannot read, as a tensor on a card does."""
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("has_files", [True, False])
+def test_a_model_on_a_card_has_the_name_it_has_on_the_cpu(saved: Path, has_files: bool) -> None:
+    def loaded() -> PreTrainedModel:
+        return load(saved) if has_files else tiny_model()
+
+    on_card = loaded()
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for module in on_card.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in [item for item in tensors.items() if item[1] is not None]:
+                tensors[name] = moved.setdefault(tensor, tensor.detach().as_subclass(OnCard))
+    assert {type(tensor) for tensor in moved.values()} == {OnCard}
+    assert digest(on_card) == digest(loaded())
+
+
 # case A4
 def test_another_dtype_block_size_or_salt_is_another_namespace() -> None:
     model = tiny_model()

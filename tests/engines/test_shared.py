@@ -318,6 +318,19 @@ def test_without_a_daemon_it_runs_as_before_and_finds_the_daemon_later(
         assert (statistics.num_calls, statistics.num_served) == (4, 2)
 
 
+def test_a_model_whose_name_cannot_be_worked_out_runs_as_before(
+    client: kvd_client.Client, tmp_path: Path, model: PreTrainedModel
+) -> None:
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    expected = greedy(loaded, prompt())
+    (tmp_path / "model.safetensors.index.json").write_text("no JSON")
+    with shared(loaded, client) as statistics:
+        assert torch.equal(greedy(loaded, prompt()), expected)
+    assert statistics.num_served == 0
+    assert "JSONDecodeError" in statistics.last_reason
+
+
 # case B9
 def test_a_forked_child_connects_for_itself_and_its_parent_goes_on(runtime_dir: Path) -> None:
     sharing = Sharing(runtime_dir=runtime_dir)

@@ -130,7 +130,7 @@ class Sharing:
                 # Something of the old session is still open, perhaps a cache that an earlier call returned.
                 self._forget_client()
                 cache = attach(self._client(), model, input_ids, attention_mask=mask, **options)
-        except KvdError as error:
+        except Exception as error:  # noqa: BLE001 - nothing is raised for kvd's sake; a wrong call fails below, by itself
             self._runs_without(model, error)
             return None
         num_prompt_tokens = int(mask.sum()) if mask is not None else input_ids.numel()
@@ -163,9 +163,10 @@ class Sharing:
         self._is_over = True
         self._forget_client()
 
-    def _runs_without(self, model: PreTrainedModel, error: KvdError) -> None:
-        self.statistics.last_reason = str(error)
-        self._say(str(error), f"{type(model).__name__} runs without the shared KV cache: {error}")
+    def _runs_without(self, model: PreTrainedModel, error: Exception) -> None:
+        reason = str(error) if isinstance(error, KvdError) else f"{type(error).__name__}: {error}"
+        self.statistics.last_reason = reason
+        self._say(reason, f"{type(model).__name__} runs without the shared KV cache: {reason}")
 
     def _say(self, what: str, sentence: str) -> None:
         if what not in self._told:

@@ -51,7 +51,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     # numpy's arrays have the buffer interface; its type stubs for Python 3.11 don't say so.
     return memoryview(cast("bytes", flat.view(torch.uint8).numpy()))
 
