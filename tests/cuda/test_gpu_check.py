@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.fakecuda.machine import P40, RTX_3050, Card, FakeMachine
 from tests.support.processes import ROOT
+from tools import gpu_check as gpu_check_tool
 from tools.gpu_checks.torch_code import what_to_install
 
 ROOMY_P40 = Card(P40.name, P40.uuid, 512, P40.compute_capability)
@@ -41,6 +44,34 @@ def test_a_driver_that_does_not_open_handles_is_noticed(tmp_path):
     assert "sharing  stopped" in done.stdout
     assert "CudaImportRefused" in done.stdout
     assert "open of a dead owner's handle" not in done.stdout
+
+
+def test_a_driver_as_a_real_one_may_be_stops_no_check(tmp_path):
+    machine = FakeMachine(tmp_path, ROOMY_P40, RTX_3050)
+    # Memory that the CPU cannot touch, as that of a real card, and a handle that is opened once only.
+    done = gpu_check(**machine.environ, KVD_FAKECUDA_FAIL="cuPointerGetAttribute:*=1,cuIpcOpenMemHandle_v2:2=208")
+    refused = next(line for line in done.stdout.splitlines() if "a build that cannot see the card is refused" in line)
+    assert refused.split()[:2] == ["torch", "a"]
+    assert " ok " in refused
+    second = next(line for line in done.stdout.splitlines() if "a second open gives" in line)
+    assert second.endswith("differs  208, the fake says the same address")
+    assert "torch    stopped" not in done.stdout
+    assert "codes    stopped" not in done.stdout
+
+
+def test_an_error_that_nobody_expected_leaves_the_other_rows(machine, monkeypatch, capsys):
+    def check(_bench):
+        yield gpu_check_tool.Row("first", "went well", gpu_check_tool.Verdict.RIGHT)
+        raise RuntimeError("CUDA error: no kernel image is available")
+
+    clock = SimpleNamespace(SIGALRM=signal.SIGALRM, signal=lambda *_: None, alarm=lambda _: None)
+    monkeypatch.setattr(gpu_check_tool, "signal", clock)
+    monkeypatch.setattr(gpu_check_tool, "CHECKS", (("one", check), ("two", check)))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--device", "cuda:0"])
+    assert gpu_check_tool.main() == 1
+    said = capsys.readouterr().out
+    assert said.count("went well") == 2
+    assert said.count("RuntimeError: CUDA error: no kernel image") == 2
 
 
 @pytest.mark.parametrize(

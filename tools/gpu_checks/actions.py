@@ -96,20 +96,22 @@ def raw_open(device_uuid: str, handle: bytes) -> str:
     return "0"
 
 
-def open_twice(device_uuid: str, handle: bytes) -> tuple[bool, str]:
-    """Whether a second open gives the same address, and what the driver says to one close too many."""
+def open_twice(device_uuid: str, handle: bytes) -> tuple[str, str]:
+    """What a second open gives, and what the driver says to one close too many."""
     context = _context(device_uuid)
-    first, second = context.open_handle(handle), context.open_handle(handle)
-    context.close_handle(first)
-    if second != first:
+    first = context.open_handle(handle)
+    try:
+        second = context.open_handle(handle)
+        said = "the same address" if second == first else "another address"
         context.close_handle(second)
-    else:
-        context.close_handle(first)
+    except CudaError as error:
+        said = f"{error.result}"
+    context.close_handle(first)
     try:
         context.close_handle(first)
     except CudaError as error:
-        return first == second, f"{error.result}"
-    return first == second, "0"
+        return said, f"{error.result}"
+    return said, "0"
 
 
 def fork(device_uuid: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from gpu_checks.bench import MIB, Bench
 from gpu_checks.table import Row, Verdict, expect
 from gpu_checks.torch_code import what_to_install
 from kvd.cuda import DeviceExport
-from kvd.errors import EngineUnsupported
+from kvd.errors import CudaImportRefused, EngineUnsupported
 
 PATTERN = bytes(range(64))
 
@@ -45,7 +45,7 @@ def _with_torch(bench: Bench, export: DeviceExport) -> Iterator[Row]:
     peer.call(actions.attach, [export])
     try:
         found = peer.call(actions.tensor, export, MIB, 64)
-    except EngineUnsupported as error:
+    except (CudaImportRefused, EngineUnsupported) as error:
         yield expect("torch", "a build that cannot see the card is refused", not facts["sees"], str(error))
     else:
         yield expect("torch", "the view is the memory itself", found["in_place"], found["device"])
