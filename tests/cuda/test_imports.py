@@ -55,7 +55,7 @@ def table() -> Iterator[DeviceSegmentTable]:
 def test_two_sessions_of_one_process_open_a_segment_once(export, table, machine: FakeMachine):
     other = DeviceSegmentTable(EPOCH)
     first, second = opened(table, 0, 3, export), opened(other, 5, 3, export)
-    assert first is second
+    assert first.is_of(second)
     assert machine.num_calls("cuIpcOpenMemHandle_v2") == 1
     table.close()
     assert len(other) == 1
@@ -69,7 +69,7 @@ def test_a_segment_is_opened_at_its_first_use_and_not_again(export, table, machi
     table.granted(0, 0, export)
     assert machine.num_calls("cuIpcOpenMemHandle_v2") == len(table) == 0
     assert (0, 0) in table
-    assert opened(table, 0, 0, export) is opened(table, 0, 0, export)
+    assert opened(table, 0, 0, export).is_of(opened(table, 0, 0, export))
     assert machine.num_calls("cuIpcOpenMemHandle_v2") == len(table) == 1
     table.close()
     assert device_imports.num_open() == 0
@@ -117,7 +117,7 @@ def test_two_threads_that_want_a_segment_open_it_once(export, table, machine: Fa
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(map(id, found))) == 1
+    assert all(one.is_of(found[0]) for one in found)
     assert machine.num_calls("cuIpcOpenMemHandle_v2") == 1
     for each in found:
         device_imports.release(each)
@@ -141,7 +141,7 @@ def test_memory_that_the_cpu_can_touch_is_a_cpu_tensor_where_torch_has_no_cuda(e
     segment = opened(table, 0, 0, export)
     assert segment.host_address == segment.address
     assert isinstance(device_views(segment, 0, MIB), Views)
-    segment.host_address = None
+    segment.opened.host_address = None
     with pytest.raises(CudaImportRefused, match="does not see the card GPU-a0b1c2d3"):
         device_views(segment, 0, MIB)
 

@@ -2,6 +2,9 @@
 
 The registry is the process's own, since the driver maps an allocation once per process. A segment is closed when its
 last user lets go; a mapping that is closed under a kernel that still runs ends every CUDA computation of the process.
+
+A signal may raise between any two steps. So each use is an object, let go of when nobody holds it any more; and
+the driver opens on a thread of its own, or what it had opened could be nobody's.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ import functools
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.cuda import Context, DeviceExport, Driver, pid_namespace, unproven
 from kvd.errors import CudaDeviceLost, CudaError, CudaImportRefused, CudaUnavailable
+from kvd_client.memory.attendant import attendant
 
 _log = logging.getLogger(__name__)
 
@@ -50,16 +55,55 @@ def refusal(
 
 
 @dataclass(eq=False)
-class ImportedSegment:
-    """One segment of the daemon's device memory at `address` of this process."""
+class _Opened:
+    """One segment of the daemon's device memory in this process."""
 
     export: DeviceExport
     context: Context
     address: int
     host_address: int | None
-    """Where the CPU can touch the same memory, if it can."""
-    num_users: int = 1
+    users: set[object] = field(default_factory=set)
+    """A token of each use."""
     on_closed: list[Callable[[], None]] = field(default_factory=list)
+
+
+class ImportedSegment:
+    """One use of a segment of the daemon's device memory. `release` it; one that is dropped is released, later."""
+
+    opened: _Opened
+
+    def __init__(self) -> None:
+        self.token = object()
+        self.finalizer = weakref.finalize(self, _dropped, self.token)
+        self.finalizer.atexit = False
+
+    @property
+    def export(self) -> DeviceExport:
+        """As the daemon granted it."""
+        return self.opened.export
+
+    @property
+    def context(self) -> Context:
+        """Of its card."""
+        return self.opened.context
+
+    @property
+    def address(self) -> int:
+        """Where it is in this process."""
+        return self.opened.address
+
+    @property
+    def host_address(self) -> int | None:
+        """Where the CPU can touch the same memory, if it can."""
+        return self.opened.host_address
+
+    def is_of(self, other: ImportedSegment) -> bool:
+        """Whether both are uses of the same segment."""
+        return self.opened is other.opened
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Calls once nothing in this process maps the segment any more."""
+        self.opened.on_closed.append(call)
 
 
 class _Imports:
@@ -67,38 +111,81 @@ class _Imports:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._opened: dict[tuple[int, bytes], ImportedSegment] = {}
+        self._opened: dict[tuple[int, bytes], _Opened] = {}
 
     def acquire(self, export: DeviceExport, open_driver: Callable[[], Driver]) -> ImportedSegment:
+        use = ImportedSegment()
         with self._lock:
-            # The epoch too: a later daemon's handle may have the same bytes.
-            found = self._opened.get((export.epoch, export.handle))
-            if found is not None:
-                found.num_users += 1
-                return found
-            opened = _open(export, open_driver)
-            self._opened[export.epoch, export.handle] = opened
-            return opened
+            if self._find(use, export):
+                return use
+        failures: list[BaseException] = []
 
-    def share(self, segment: ImportedSegment) -> None:
+        def open_it() -> None:
+            try:
+                with self._lock:
+                    if not self._find(use, export):
+                        opened = _open(export, open_driver)
+                        opened.users.add(use.token)
+                        use.opened = self._opened[export.epoch, export.handle] = opened
+            except BaseException as error:  # noqa: BLE001 - whatever it is, it is the caller's
+                failures.append(error)
+
+        # It holds the use until it is through: a caller who is interrupted drops one that is counted.
+        thread = threading.Thread(target=open_it, name="kvd-device-open", daemon=True)
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures.pop()
+        return use
+
+    def _find(self, use: ImportedSegment, export: DeviceExport) -> bool:
+        # The epoch too: a later daemon's handle may have the same bytes.
+        found = self._opened.get((export.epoch, export.handle))
+        if found is None:
+            return False
+        use.opened = found
+        found.users.add(use.token)
+        return True
+
+    def share(self, segment: ImportedSegment) -> ImportedSegment:
+        use = ImportedSegment()
+        use.opened = segment.opened
         with self._lock:
-            segment.num_users += 1
+            use.opened.users.add(use.token)
+        return use
 
     def release(self, segment: ImportedSegment) -> None:
+        self._let_go(segment.opened, segment.token)
+        segment.finalizer.detach()
+
+    def release_dropped(self, token: object) -> None:
+        from kvd_client.memory import device_order
+
         with self._lock:
-            segment.num_users -= 1
+            # Without any user is one whose last release was cut short.
+            found = next((one for one in self._opened.values() if token in one.users or not one.users), None)
+        if found is None:
+            return
+        if len(found.users) <= 1:
+            # Whoever dropped it may have been about to wait.
+            device_order.wait_for_device(found)
+        self._let_go(found, token)
+
+    def _let_go(self, opened: _Opened, token: object) -> None:
+        with self._lock:
+            opened.users.discard(token)
             # In a forked child the registry is empty: the segment is the parent's, which closes it.
-            if segment.num_users or not self._opened.pop((segment.export.epoch, segment.export.handle), None):
+            if opened.users or not self._opened.pop((opened.export.epoch, opened.export.handle), None):
                 return
-            _close(segment)
-        for call in segment.on_closed:
+            _close(opened)
+        for call in opened.on_closed:
             call()
 
     def __len__(self) -> int:
         return len(self._opened)
 
 
-def _open(export: DeviceExport, open_driver: Callable[[], Driver]) -> ImportedSegment:
+def _open(export: DeviceExport, open_driver: Callable[[], Driver]) -> _Opened:
     reason = refusal(export.device, export.pid_namespace, open_driver)
     if reason is None and export.pid == os.getpid():
         reason = "the daemon runs in this very process, which has the memory already and cannot open it a second time"
@@ -121,7 +208,7 @@ def _open(export: DeviceExport, open_driver: Callable[[], Driver]) -> ImportedSe
                 result=error.result,
             ) from error
         try:
-            return ImportedSegment(export, context, address, context.host_address(address))
+            return _Opened(export, context, address, context.host_address(address))
         except BaseException:
             context.close_handle(address)
             raise
@@ -130,7 +217,7 @@ def _open(export: DeviceExport, open_driver: Callable[[], Driver]) -> ImportedSe
         raise
 
 
-def _close(segment: ImportedSegment) -> None:
+def _close(segment: _Opened) -> None:
     try:
         segment.context.close_handle(segment.address)
     except CudaDeviceLost:
@@ -152,22 +239,29 @@ _imports = _Imports()
 
 
 def acquire(export: DeviceExport, open_driver: Callable[[], Driver] = shared_driver) -> ImportedSegment:
-    """Opens the segment, or counts one more user of it. Raises `CudaImportRefused`, `CudaError`. `release` it."""
+    """Opens the segment, or is one more use of it. Raises `CudaImportRefused`, `CudaError`. `release` it."""
     return _imports.acquire(export, open_driver)
 
 
 def share(segment: ImportedSegment) -> ImportedSegment:
-    """One more user of a segment that is open; each of them releases it."""
-    _imports.share(segment)
-    return segment
+    """One more use of a segment that is open; each of them is released."""
+    return _imports.share(segment)
 
 
 def release(segment: ImportedSegment) -> None:
-    """One user less; the last one closes it, and then calls `on_closed`. Never raises; failures are logged.
+    """One use less; the last one closes it, and then calls who waited for that. Never raises; failures are logged.
 
     Not for finalizers, since it may wait for the driver: those have the attendant call it.
     """
     _imports.release(segment)
+
+
+def _dropped(token: object) -> None:
+    attendant().put(functools.partial(_release_dropped, token))
+
+
+def _release_dropped(token: object) -> None:
+    _imports.release_dropped(token)
 
 
 def num_open() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
+from kvd.cuda import Context, DeviceExport
 from kvd.errors import CudaDeviceLost, CudaError
 from kvd_client.memory.device_imports import ImportedSegment
 from kvd_client.memory.device_views import find_torch_device
@@ -41,7 +42,16 @@ def wait_for_stream(segment: ImportedSegment, stream: Stream | None) -> None:
         raise CudaDeviceLost(f"work on {segment.export.device} failed: {error}") from error
 
 
-def wait_for_device(segment: ImportedSegment) -> None:
+class OnCard(Protocol):
+    """A segment of a card that this process has open."""
+
+    @property
+    def export(self) -> DeviceExport: ...
+    @property
+    def context(self) -> Context: ...
+
+
+def wait_for_device(segment: OnCard) -> None:
     """Returns when nothing of this process runs on the segment's card any more. Never raises.
 
     Whatever stream a view was used on: when the last one has died, nobody can tell any more.

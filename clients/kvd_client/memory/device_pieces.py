@@ -97,7 +97,8 @@ class DirectPiece(Piece):
     def is_followed_by(self, run: DeviceRun) -> bool:
         """Whether the run begins where this ends, so that both are one."""
         return (
-            run.segment is self._segment
+            self._segment is not None
+            and run.segment.is_of(self._segment)
             and run.offset == self._end
             and self.num_blocks + run.num_blocks <= self.capacity
         )

@@ -77,7 +77,7 @@ class DeviceSegmentTable:
         if opened is None:
             when_closed()
             return
-        opened.on_closed.append(when_closed)
+        opened.when_closed(when_closed)
         device_imports.release(opened)
 
     def __contains__(self, key: tuple[int, int]) -> bool:

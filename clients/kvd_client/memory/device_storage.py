@@ -136,12 +136,15 @@ class DeviceStorage(Storage):
             self._left += shared
             for each in shared:
                 self._copy(each.tokens(each.start_token, each.stop_token), piece, each.start_token)
-        piece.num_blocks = needed
+        pieces, left = self._pieces, self._left
         if piece is not last:
+            pieces = [*pieces, piece]
             if last is not None:
-                self._left.append(self._pieces.pop())
-            self._pieces.append(piece)
-        self._blocks += blocks
+                pieces, left = [*self._pieces[:-1], piece], [*left, last]
+        held = [*self._blocks, *blocks]
+        # No call between the stores, so that no signal is heeded there.
+        piece.num_blocks = needed
+        self._pieces, self._left, self._blocks = pieces, left, held
 
     def _new_private(self, first: int, num_blocks: int, room: int, blocks: Sequence[BlockId]) -> PrivatePiece:
         if self._home is None:
