@@ -24,6 +24,7 @@ from kvd_client.memory.device_pieces import DirectPiece
 from kvd_client.memory.device_segments import DevicePoolMemory
 from kvd_client.memory.device_storage import DeviceStorage
 from kvd_client.session import opened_cache
+from kvd_client.session.session_socket import SessionSocket
 from tests.client.homes import CARDS, fake_machine, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds, keys_values
 from tests.client.processes import Worker, run_python
@@ -458,6 +459,30 @@ def test_the_daemon_hears_of_the_end_when_nothing_is_mapped_any_more(
         del seq
         eventually(lambda: len(heard) == 2)
     assert heard == [("Farewell", 0), ("close", 0)]
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in. .function (Context|Socket).__del__")  # of ZeroMQ
+def test_a_client_that_is_dropped_lets_go_and_says_so(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[type] = []
+    send = SessionSocket.send
+
+    def tell(session: SessionSocket, message: Farewell, *, wait_s: float) -> bool:
+        if session is its_session:
+            told.append(type(message))
+        return send(session, message, wait_s=wait_s)
+
+    monkeypatch.setattr(SessionSocket, "send", tell)
+    with kvd_client.connect(daemon.folder) as observer:
+        dropped = kvd_client.connect(daemon.folder)
+        its_session = dropped._runner.link.session
+        seq = dropped.cache(model=MODEL, layout=LAYOUT).sequence(PROMPT)
+        fill(seq, PROMPT)
+        del dropped, seq
+        # A sequence first, then its session.
+        eventually(lambda: let_go() or len(observer.status().clients) == 1)
+        assert told == [Farewell]
+        assert device_imports.num_open() == 0
+        assert sum(pool.num_reserved for pool in observer.status().pools) == 0
 
 
 # case B12

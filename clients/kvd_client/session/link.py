@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,6 +120,8 @@ class Link:
         self._retiring: set[Holdings] = set()
         """What sequences have left and a view keeps mapped."""
         self._close_when_unmapped = False
+        self._end_on_card: weakref.finalize[..., Link] | None = None
+        """What ends a session with a cache on a card; when the link is dropped, too."""
         self._forked = False
 
     def next_id(self) -> int:
@@ -266,8 +269,11 @@ class Link:
             memory = DevicePoolMemory(
                 reply.device, reply.pool, block_nbytes, reply.blocks_per_segment, self._device_segment
             )
-            # The daemon frees no segment before this session has let go of it, however idle its owner is.
+            # The daemon frees no segment before this session has let go of it, however idle its owner is, or dropped.
             attendant().watch(self.session.fileno(), self.drain_session)
+            if self._end_on_card is None:
+                end = weakref.finalize(self, _end_later, self._device_segments, self.session)
+                end.atexit, self._end_on_card = False, end
         cache = OpenedCache(spec, reply.cache, reply.digest, memory, reply.device, reply.staged_from)
         self.caches[spec] = cache
         return cache
@@ -359,17 +365,11 @@ class Link:
             self._end()
 
     def _end(self) -> None:
-        if self.is_on_card:
-            # By the attendant, after what it was given before: the daemon may free what was mapped once it hears this.
-            attendant().put(self._end_on_card)
-        else:
+        if self._end_on_card is None:
             self.session.close()
+        else:
+            self._end_on_card()
         self._segments.close()
-
-    def _end_on_card(self) -> None:
-        self._device_segments.close()
-        self.session.send(Farewell(), wait_s=_CONFIRM_AGAIN_S)
-        self.session.close()
 
     @property
     def is_on_card(self) -> bool:
@@ -395,6 +395,17 @@ class Link:
         self._segments.close()
         self._device_segments.forget_in_child()
         self.when_forked()
+
+
+def _end_later(segments: DeviceSegmentTable, session: SessionSocket) -> None:
+    # By the attendant, after what it was given before: the daemon may free what was mapped once it hears this.
+    attendant().put(partial(_end_on_card, segments, session))
+
+
+def _end_on_card(segments: DeviceSegmentTable, session: SessionSocket) -> None:
+    segments.close()
+    session.send(Farewell(), wait_s=_CONFIRM_AGAIN_S)
+    session.close()
 
 
 def _export(message: DeviceSegmentGranted) -> DeviceExport:
