@@ -103,14 +103,51 @@ def test_a_mask_may_differ_between_heads() -> None:
         torch.testing.assert_close(output[head : head + 1], alone, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_queries", [1, 2, 12])
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_few_queries_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
+def test_without_a_mask_it_is_causal_or_not(num_queries: int, is_causal: bool) -> None:
+    query, parts = case(2, num_queries, (32, 20))
+    mask = causal(num_queries, 52) if is_causal else torch.ones(num_queries, 52, dtype=torch.bool)
+    expected, _ = eager(query, parts, mask)
+    output, _ = attend(query, parts, scaling=SCALING, is_causal=is_causal)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
+
+
+def of_heads(num_queries: int, num_tokens: int) -> torch.Tensor:
+    return torch.stack([mask(num_queries, num_tokens) for mask in (windowed, causal, padded, causal)])
+
+
+def of_all_queries(num_queries: int, num_tokens: int) -> torch.Tensor:
+    return padded(num_queries, num_tokens)[-1:]
+
+
+STEPWISE: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "not causal": {"is_causal": False},
+    "a mask": {"mask": windowed(40, 56)},
+    "a mask of each head": {"mask": of_heads(40, 56)},
+    "one mask for all queries": {"mask": of_all_queries(40, 56)},
+}
+
+
+@pytest.mark.parametrize("limit", [4 * HEADS * 56 * 7, 1])
+@pytest.mark.parametrize("how", STEPWISE)
+def test_few_queries_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch, how: str, limit: int) -> None:
     query, parts = case(2, 40, (16, 40))
-    expected, expected_weights = attend(query, parts, scaling=SCALING, is_causal=is_causal, with_weights=True)
-    monkeypatch.setattr(split_attention, "MAX_SCORES_NBYTES", 4 * HEADS * 56 * 7)
-    output, weights = attend(query, parts, scaling=SCALING, is_causal=is_causal, with_weights=True)
+    expected, expected_weights = attend(query, parts, scaling=SCALING, with_weights=True, **STEPWISE[how])
+    scored, inner = [], split_attention._scores
+
+    def scores(*arguments: Any) -> torch.Tensor:
+        scored.append(inner(*arguments))
+        return scored[-1]
+
+    monkeypatch.setattr(split_attention, "MAX_SCORES_NBYTES", limit)
+    monkeypatch.setattr(split_attention, "_scores", scores)
+    output, weights = attend(query, parts, scaling=SCALING, with_weights=True, **STEPWISE[how])
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+    num_at_a_time = max(1, limit // (4 * HEADS * 56))
+    assert max(each.nbytes for each in scored) == 4 * HEADS * 56 * num_at_a_time
 
 
 def test_a_query_that_sees_nothing_spoils_no_other() -> None:
@@ -145,9 +182,21 @@ def test_keys_and_values_stay_where_they_are() -> None:
         [(states(2, 4, 1), states(2, 5, 1))],
         [(states(2, 4, 1), states(2, 4, 1)), (states(4, 4, 1), states(4, 4, 1))],
         [(states(3, 4, 1), states(3, 4, 1))],
-        [(states(2, 4, 1).half(), states(2, 4, 1).half())],
+        [(states(2, 4, 1).half(), states(2, 4, 1))],
+        [(states(2, 4, 1), states(2, 4, 1).half())],
+        [(states(2, 4, 1)[..., :8], states(2, 4, 1)[..., :8])],
+        [(states(2, 4, 1)[..., None], states(2, 4, 1)[..., None])],
     ],
-    ids=["none", "lengths", "heads of parts", "heads of the query", "dtype"],
+    ids=[
+        "none",
+        "lengths",
+        "heads of parts",
+        "heads of the query",
+        "keys' dtype",
+        "values' dtype",
+        "size of heads",
+        "axes",
+    ],
 )
 def test_what_does_not_go_together_is_refused(parts: list[Part]) -> None:
     with pytest.raises(InvalidRequest):

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 import kvd_client
 from kvd_client.engines.transformers import KvdCache, attach, namespace
 from kvd_client.engines.transformers.guard import GuardedModel
+from kvd_client.engines.transformers.row_attention import NAME_BY_IMPLEMENTATION, RowParts, RowStates
+from kvd_client.engines.transformers.split_attention import attend
 from kvd_client.sequence import Sequence
 from tests.engines.tiny import batch, greedy, prompt, tiny_model, windowed_model
 
@@ -122,6 +124,60 @@ def test_weights_are_returned_where_they_are_asked_for(client: kvd_client.Client
     assert len(found) == len(expected) == 2
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+TRIANGLE = torch.ones(5, 12, dtype=torch.bool).tril(7)
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "a scaling": ({"scaling": 0.7}, {"scaling": 0.7}),
+    "that it is not causal": ({"is_causal": False}, {"is_causal": False}),
+    "that it is causal": ({"is_causal": True}, {"is_causal": True}),
+    "a bound on scores": ({"softcap": 0.5}, {"softcap": 0.5}),
+    "a mask": ({"attention_mask": TRIANGLE.triu(3)[None, None]}, {"mask": TRIANGLE.triu(3)}),
+}
+"""What a model says of its attention -> what `attend` must be told."""
+
+
+def random_states(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# case E1
+@pytest.mark.parametrize("name", NAME_BY_IMPLEMENTATION.values())
+@pytest.mark.parametrize("module_is_causal", [True, False, None])
+@pytest.mark.parametrize("call", CALLS)
+def test_what_a_model_says_of_its_attention_holds_for_two_parts(
+    name: str, module_is_causal: bool | None, call: str
+) -> None:
+    query, keys, values = (random_states(2, 4, 12, 16, seed=seed) for seed in (1, 2, 3))
+    query = query[:, :, :5]
+    rows = [
+        RowParts([(k[:, :7], v[:, :7]), (k[:, 7:], v[:, 7:])], first_query=0, first_column=0)
+        for k, v in zip(keys, values, strict=True)
+    ]
+    module = torch.nn.Module()
+    if module_is_causal is not None:
+        module.is_causal = module_is_causal
+    given, told = CALLS[call]
+    states = RowStates(rows)
+    function, arguments = AttentionInterface()[name], {"attention_mask": None, "output_attentions": True} | given
+    output, weights = function(module, query, states, states, **arguments)
+    expected = [
+        attend(each, [(k, v)], **({"scaling": 0.25, "is_causal": module_is_causal is not False} | told))
+        for each, k, v in zip(query, keys, values, strict=True)
+    ]
+    torch.testing.assert_close(output, torch.stack([each.transpose(0, 1) for each, _ in expected]))
+    assert weights is None, "transformers has one tensor of them for all rows, and there is none"
+    _, weights = function(module, query[:1], RowStates(rows[:1]), RowStates(rows[:1]), **arguments)
+    assert (weights is not None) == (name == "kvd_eager")
+
+
+# case E1
+def test_a_scaling_of_the_models_own_holds_for_two_parts(client: kvd_client.Client, salt: str) -> None:
+    model = windowed_model("gemma2", query_pre_attn_scalar=1)
+    warm(client, model, salt, prompt())
+    with attach_two(client, model, salt, prompt()) as cache:
+        assert torch.equal(greedy(model, prompt(), 30, cache=cache), greedy(model, prompt(), 30))
 
 
 def test_one_part_is_one_tensor_and_nothing_is_switched(client: kvd_client.Client, salt: str) -> None:
