@@ -46,6 +46,7 @@ def test_a_prefix_reaches_as_far_as_the_tiers_know_it(daemon):
         assert (outcome.num_namespaces, outcome.num_blocks, outcome.untold) == (1, NUM_CACHED // 16, ())
         reach = cache.reach([*PROMPT[:40], 9, 9, 9])
         assert (reach.num_resident, reach.by_tier) == (0, {"host": 32})
+        assert client.reach(cache.digest, LAYOUT.block_tokens, [*PROMPT[:40], 9, 9, 9]) == reach
         assert cache.match(PROMPT) == 0, "asking brings nothing up"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from kvd_client.engines.vllm.settings import Settings
 from kvd_client.engines.vllm.worker import WorkerSide
 from tests.support.clock import FakeClock
 from tests.support.daemon import running_daemon
+from tests.support.wait import eventually
 from tests.vllm import configs
 from tests.vllm.configs import BLOCK_SIZE, LAYERS
 
@@ -162,6 +164,25 @@ def test_what_others_have_is_found_but_for_the_last_token(scheduler, make_worker
         assert scheduler.num_matched(request(num_tokens, request_id=str(number)), num_computed) == found
     assert scheduler.num_matched(request(200, request_id="told not to", skip_reading_prefix_cache=True), 0) == 0
     assert scheduler.num_matched(request(200, request_id="salted", cache_salt="a"), 0) == 0
+
+
+@pytest.mark.parametrize("num_resident", [0, 64])
+def test_what_only_a_tier_below_has_is_found_too(names, tmp_path, num_resident):  # case A7
+    with running_daemon(tmp_path, budget="32MiB", segment="1MiB", tiers={"host": {"budget": 4 << 20}}) as daemon:
+        settings = Settings(runtime_dir=str(daemon.folder))
+        worker = WorkerSide(names, settings, rank=0, layers=LAYERS, block_size=BLOCK_SIZE)
+        scheduler = SchedulerSide(names, settings, block_size=BLOCK_SIZE)
+        worker.register(caches(1.0))
+        worker.after_step(StepMetadata(saves=[save(128)], num_tokens=128))
+        with contextlib.closing(scheduler), contextlib.closing(worker), kvd_client.connect(daemon.folder) as client:
+            eventually(lambda: worker.num_tokens_saved == 128)
+            eventually(lambda: client.spill() == 0)
+            client.flush(model=names.model, tier="pool")
+            if num_resident:
+                worker.after_step(StepMetadata(saves=[save(num_resident)], num_tokens=num_resident))
+                eventually(lambda: worker.num_tokens_saved == 128 + num_resident)
+            assert scheduler.num_matched(request(200), 0) == 128
+            assert scheduler.num_matched(request(200, request_id="two"), 32) == 96
 
 
 def test_the_daemon_is_not_asked_where_it_cannot_help(names, tmp_path):
