@@ -271,6 +271,7 @@ def test_padding_takes_no_room(client: kvd_client.Client, model: PreTrainedModel
     """The last token of all is not computed, so it takes none either."""
     inputs = {name: tensor[:1] for name, tensor in batch(prompt(40), prompt(100)).items()}
     with attach(client, model, **inputs, salt=salt, max_tokens=45) as cache:
+        assert cache.get_max_length() == 60 + 45
         with pytest.raises(SequenceTooLong, match="max_tokens=47"):
             generate(model, inputs, 7, cache=cache)
         assert torch.equal(generate(model, inputs, 6, cache=cache), generate(model, inputs, 6))
@@ -280,7 +281,8 @@ def test_what_needs_one_sequence_is_refused_for_several(
     client: kvd_client.Client, model: PreTrainedModel, salt: str
 ) -> None:
     inputs = batch(*MIXES["three lengths"])
-    with attach(client, model, **inputs, salt=salt) as cache:
+    with attach(client, model, **inputs, salt=salt, max_tokens=120) as cache:
+        assert cache.get_max_length() == 120, "of the row without padding"
         with pytest.raises(InvalidRequest, match="3 sequences"):
             _ = cache.sequence
         with pytest.raises(InvalidRequest, match="3 sequences"):
@@ -308,6 +310,18 @@ def test_a_reset_forgets_what_a_row_had_found_beyond_the_others(
         cache.reset()
         other = batch(prompt(30, seed=7), prompt(20, seed=8))
         assert torch.equal(generate(model, other, cache=cache), generate(model, other))
+
+
+def test_a_fork_goes_on_where_its_batch_was(client: kvd_client.Client, model: PreTrainedModel, salt: str) -> None:
+    """Though its only row has found more than the columns of the batch, which began with a row that had nothing."""
+    inputs = batch(prompt(100, seed=2), prompt(100))
+    warm(client, model, salt, prompt(100))
+    one_row = {name: tensor[1:] for name, tensor in inputs.items()}
+    with attach(client, model, **inputs, salt=salt) as cache:
+        cache.batch_select_indices(torch.tensor([1]))
+        with cache.fork() as fork:
+            assert (fork.num_columns, fork.rows[0].num_tokens) == (0, 96)
+            assert torch.equal(generate(model, one_row, cache=fork), generate(model, one_row))
 
 
 class OwnAttention(torch.nn.Module):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import kvd_client
 from kvd.errors import ClientClosed, EngineUnsupported, InvalidRequest, KvdError, SequenceTooLong
@@ -336,8 +336,10 @@ def test_a_pass_that_stopped_half_way_spoils_only_its_cache(warm: KvdCache, mode
     with pytest.raises(MemoryError):
         greedy(model, prompt(), cache=warm)
     hook.remove()
-    with pytest.raises(InvalidRequest, match="half way"):
-        greedy(model, prompt(), cache=warm)
+    with warm.fork() as fork:
+        for cache in (warm, fork):
+            with pytest.raises(InvalidRequest, match="half way"):
+                greedy(model, prompt(), cache=cache)
 
 
 # case E2
@@ -350,6 +352,38 @@ def test_weights_changed_under_an_attached_cache_are_noticed(
             own.model.layers[0].mlp.up_proj.weight.mul_(2)
         with pytest.raises(EngineUnsupported, match="changed"):
             greedy(own, prompt(), cache=cache)
+
+
+# case E2
+def test_token_types_are_refused_and_nothing_of_them_is_published(client: kvd_client.Client, salt: str) -> None:
+    """They are added to what a GPT-2 embeds, zeros too, and no name of a block knows of them."""
+    model = tiny_gpt2()
+    expected = greedy(model, prompt())
+    assert not torch.equal(greedy(model, prompt(), token_type_ids=torch.zeros_like(prompt())), expected)
+    with attach(client, model, prompt(), salt=salt) as cache:
+        with pytest.raises(EngineUnsupported, match="token_type_ids"):
+            greedy(model, prompt(), cache=cache, token_type_ids=torch.zeros_like(prompt()))
+        assert cache.num_columns == 0
+        assert torch.equal(greedy(model, prompt(), cache=cache), expected)
+
+
+# case E2
+def test_a_model_switched_to_training_is_refused(client: kvd_client.Client, salt: str) -> None:
+    model = tiny_gpt2()
+    with attach(client, model, prompt(), salt=salt) as cache:
+        greedy(model, prompt(), cache=cache)
+        held = cache.num_columns
+        model.train()
+        with torch.no_grad(), pytest.raises(EngineUnsupported, match=r"model\.eval"):
+            model(prompt(1), cache=cache)
+        model.eval()
+        assert cache.num_columns == held
+
+
+def tiny_gpt2() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "vocab_size": 128, "initializer_range": 0.2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0)).eval()
 
 
 def test_a_closed_cache_says_so(warm: KvdCache, model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,11 +24,14 @@ from kvd_client.engines.transformers.cache import KvdCache
 from kvd_client.engines.transformers.identity import state_stamp
 from kvd_client.engines.transformers.row_attention import switch_attention
 from kvd_client.engines.transformers.step_checks import check_beginning, check_room
-from kvd_client.engines.transformers.support import layer_windows
+from kvd_client.engines.transformers.support import layer_windows, require_eval
 from kvd_client.engines.transformers.wrapping import wrap_generate
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What transformers calls the argument; the second is the older name."""
+
+_LOOKED_AT = frozenset({"input_ids", "attention_mask", "position_ids", "cache_position", "logits_to_keep"})
+"""Arguments of a decoder with which a pass is known to compute the KV of its tokens, or none."""
 
 _lock = threading.Lock()
 _checks: weakref.WeakKeyDictionary[PreTrainedModel, _Checks] = weakref.WeakKeyDictionary()
@@ -94,7 +97,7 @@ class _Checks:
         names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
 
         def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            _before_forward(module, dict(zip(names, args, strict=False)) | kwargs)
+            _before_forward(module, dict(zip(names, args, strict=False)) | kwargs, names)
 
         def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
             cache = _cache_in(dict(zip(names, args, strict=False)) | kwargs)
@@ -143,13 +146,19 @@ def _without_cached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     return args, kwargs | {"input_ids": input_ids[:, num_cut:], "position_ids": positions[..., num_cut:]}
 
 
-def _before_forward(decoder: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+def _before_forward(decoder: Any, arguments: Mapping[str, Any], names: Iterable[str]) -> None:
+    """`names` are those of the arguments that the decoder knows; others it ignores."""
     cache = _cache_in(arguments)
     if cache is None:
         return
     input_ids = arguments.get("input_ids")
     if input_ids is None:
         raise EngineUnsupported("inputs_embeds cannot be compared with cached tokens: pass input_ids")
+    for name in names:
+        # Token types, another tower's states, and what is not known to be harmless.
+        if name not in _LOOKED_AT and isinstance(arguments.get(name), torch.Tensor | list | tuple):
+            raise EngineUnsupported(f"the model was given {name}, and kvd knows KV by its tokens alone")
+    require_eval(decoder)
     cache.begin_step(decoder, input_ids, arguments.get("attention_mask"), arguments.get("position_ids"))
 
 
