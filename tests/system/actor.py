@@ -27,6 +27,7 @@ from kvd.protocol.replies import Failed
 from kvd.protocol.session import Goodbye, Welcome
 from tests.support.mappings import segment_flags
 from tests.support.raw_client import RawClient, hashes
+from tests.support.wait import eventually
 
 WAIT_S = 2.0
 PTRACE_ATTACH = 16
@@ -219,6 +220,15 @@ class ActorProcess:
     def do(self, verb: str, **arguments: Any) -> dict[str, Any]:
         self.begin(verb, **arguments)
         return self.result()
+
+    def await_redis(self) -> None:
+        """The service is ready before its own server is, and finds nothing of yesterday's without."""
+
+        def is_up() -> bool:
+            (tier,) = self.do("status")["tiers"]
+            return (tier["name"], tier["state"], tier["details"]["embedded"]) == ("redis", "up", "up")
+
+        eventually(is_up, 30)
 
     def close(self) -> None:
         self.process.kill()

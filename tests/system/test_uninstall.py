@@ -82,6 +82,7 @@ def test_a_users_own_service(clean):
         assert other.do("connect")["code"] == "permission-refused"
     clean.run("systemctl", "--user", "restart", "kvd", user="carol", environ=session)
     with actor(clean.prefix("carol"), folder) as client:
+        client.await_redis()
         assert client.do("seal", model="m", names=["a", "b"]) == {"num_cached": 2}
     clean.kvd("uninstall", "--user", user="carol", environ=session)
     assert {
