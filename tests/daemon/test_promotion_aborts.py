@@ -29,6 +29,8 @@ NUM_CACHED = 160
 NUM_BLOCKS = 10
 SEGMENT_NBYTES = 2 << 20
 """As small as a card's may be."""
+PATIENT = {"PATIENCE_WITH_REDIS_S": "20"}
+"""The link is a thread of this process, which may have to wait for a processor."""
 OPENING = {"model": MODEL, "engine": "raw/1", "positional": "", "adapter": "", "salt": ""}
 
 
@@ -47,10 +49,10 @@ def link(server: RealServer) -> Iterator[SlowLink]:
 @pytest.fixture
 def daemon(tmp_path: Path, server: RealServer, link: SlowLink) -> Iterator[Daemon]:
     """The prompt lies in Redis, put there by an earlier daemon."""
-    with running_daemon(tmp_path, name="before", tiers={"redis": {"url": server.url}}) as before:
+    with running_daemon(tmp_path, name="before", environ=PATIENT, tiers={"redis": {"url": server.url}}) as before:
         assert begin(before) == 0
     tiers: dict[str, Any] = {"redis": {"url": link.url}, "drain_s": 0.0}
-    with running_daemon(tmp_path, segment=SEGMENT_NBYTES, tiers=tiers) as daemon:
+    with running_daemon(tmp_path, segment=SEGMENT_NBYTES, environ=PATIENT, tiers=tiers) as daemon:
         yield daemon
 
 
