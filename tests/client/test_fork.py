@@ -20,6 +20,7 @@ from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
 from tests.support.daemon import Daemon
 from tests.support.mappings import is_mapped
+from tests.support.stopwatch import within
 from tests.support.wait import eventually
 
 PROMPT = list(range(300, 400))
@@ -164,7 +165,7 @@ os._exit(0)
         os.close(reading)
     try:
         session = int(finished.stdout)
-        eventually(lambda: session not in [entry.session for entry in client.status().clients], timeout_s=1)
+        within(1.0, lambda: session not in [entry.session for entry in client.status().clients], daemon.pid)
         assert sum(pool.num_references + pool.num_reserved for pool in client.status().pools) == 0
     finally:
         os.close(writing)

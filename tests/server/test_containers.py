@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.processes import client_process
 from tests.support.raw_client import RawClient, hashes, totals
-from tests.support.wait import eventually
+from tests.support.stopwatch import within
 
 NAMESPACES = {
     "pid": ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"],
@@ -37,7 +37,7 @@ def test_a_client_in_a_container_attaches_shares_and_dies(daemon, kind):  # case
             assert begun.num_cached == 20
             assert totals(observer.status()) == (40, 0)
             os.kill(contained.pid, signal.SIGKILL)
-            eventually(lambda: totals(observer.status()) == (20, 0), timeout_s=1.0)
+            within(1.0, lambda: totals(observer.status()) == (20, 0), daemon.pid)
         observer.check()
 
 
@@ -49,4 +49,4 @@ def test_a_client_sees_the_daemon_under_another_path(daemon, tmp_path):  # case 
     with RawClient(daemon.folder) as observer, client_process(Path(elsewhere), prefix=prefix, seal=3) as client:
         assert totals(observer.status()) == (3, 0)
         client.kill()
-        eventually(lambda: totals(observer.status()) == (0, 0), timeout_s=1.0)
+        within(1.0, lambda: totals(observer.status()) == (0, 0), daemon.pid)

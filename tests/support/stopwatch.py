@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from tests.support.wait import eventually
 
 
 class Stopwatch:
@@ -20,6 +23,14 @@ class Stopwatch:
 
     def elapsed_s(self, *started: int) -> float:
         return time.monotonic() - _queued_s(*self._tasks, *started) - self._start_s
+
+
+def within(seconds: float, condition: Callable[[], object], *pids: int) -> None:
+    """Fails when it takes longer until the condition is true, by a stopwatch over these processes."""
+    watch = Stopwatch(*pids)
+    eventually(condition)
+    taken_s = watch.elapsed_s()
+    assert taken_s < seconds, f"it took {taken_s:.2f} s"
 
 
 def _queued_s(*tasks: int) -> float:
