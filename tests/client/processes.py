@@ -40,7 +40,7 @@ class Worker:
         self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self.process.stdin.flush()
 
-    def read(self, timeout_s: float = 30) -> Any:
+    def read(self, timeout_s: float = 100) -> Any:
         """The answer, or what the worker says in between. An exception there is its class name and text."""
         assert self.process.stdout is not None
         watchdog = threading.Timer(timeout_s, self.process.kill)

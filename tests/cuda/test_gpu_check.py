@@ -25,7 +25,7 @@ def gpu_check(**environ: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=280,
     )
 
 

@@ -81,7 +81,7 @@ def takes_over(client: DeviceClient, cache: int) -> bool:
 def copy_down(client: DeviceClient) -> None:
     """All there is, as far as the card gives it."""
     with contextlib.suppress(AssertionError):
-        eventually(lambda: client.ask(Spill).num_left == 0 or client.status().memory.state == "lost")
+        eventually(lambda: client.ask(Spill).num_left == 0 or client.status().memory.state == "lost", 10)
 
 
 def day(daemon: Daemon) -> list[int]:
@@ -102,7 +102,7 @@ def day(daemon: Daemon) -> list[int]:
         if (opened := open_cache(on_card, layout=LARGE)) is not None:
             # Copies may hold a block of every segment for a moment.
             with contextlib.suppress(AssertionError):
-                eventually(lambda: takes_over(on_card, opened.cache))
+                eventually(lambda: takes_over(on_card, opened.cache), 10)
         on_card.check()
         assert on_card.status().memories
     return found

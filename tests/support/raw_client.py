@@ -32,7 +32,7 @@ from kvd.protocol import session as messages
 from kvd.protocol.replies import Begun, CacheOpened, Done, Flushed, Reply, Reserved, Sealed, StatusReply
 from kvd.status import Snapshot
 
-BOUND_S = 10.0
+BOUND_S = 30.0
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=64, block_tokens=16)
 """One page a block."""
 

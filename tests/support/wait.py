@@ -11,7 +11,7 @@ _Value = TypeVar("_Value")
 
 
 def eventually(
-    condition: Callable[[], _Value], timeout_s: float = 10.0, *, what: Callable[[], str] | None = None
+    condition: Callable[[], _Value], timeout_s: float = 30.0, *, what: Callable[[], str] | None = None
 ) -> _Value:
     """The first true value of `condition`; fails when there is none in time, saying `what` was not."""
     deadline_s = time.monotonic() + timeout_s
