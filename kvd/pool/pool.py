@@ -361,6 +361,8 @@ class Pool(Exchange):
         num_evictable = store.num_idle - len({block.id for block in to_keep if not block.num_references})
         if num_short > num_evictable + budget.num_obtainable(store) * per_segment:
             self._raise_out_of_blocks(num_blocks)
+        if budget.failure and num_short <= num_evictable:
+            return None
         num_segments = -(-num_short // per_segment)
         if not budget.room_for(store):
             coldest = store.next_eviction()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection
 
 from kvd.block import HOST, PAGE_NBYTES, ChainHash, NamespaceDigest, SessionId
@@ -281,6 +282,13 @@ class Pools:
             found = heapq.nlargest(limit, found, key=lambda one: (one[1].num_sealed, one[1].lookups))
             found.sort(key=lambda one: one[0].pool_id)
         return [_namespace_status(pool, namespace) for pool, namespace in found]
+
+    def namespace_totals(self) -> dict[str, int]:
+        """The counters of all namespaces there ever were, summed: they never fall."""
+        totals: Counter[str] = Counter()
+        for pool in self._pools:
+            totals.update(pool.namespaces.totals())
+        return totals
 
     def check_integrity(self) -> None:
         """Verifies every invariant; O(blocks). Raises `StateError` naming the first fault."""

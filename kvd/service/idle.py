@@ -80,6 +80,8 @@ class IdleRelease:
         deadlines = []
         for rest in self._rests.values():
             deadlines += [waiter.until_s for waiter in rest.waiters]
+            if rest.home.lost is not None:
+                continue
             if rest.leaves_until_s is not None:
                 deadlines.append(rest.leaves_until_s)
             elif rest.idle_since_s is not None:

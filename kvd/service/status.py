@@ -57,13 +57,13 @@ def snapshot(service: Service, viewer: Session | None = None, *, with_map: bool 
 
 def control_counters(service: Service) -> dict[str, int]:
     """What the control page counts."""
-    namespaces = service.pools.namespace_statuses()
+    counted = service.pools.namespace_totals()
     return {
         "num_sessions": len(service.sessions),
         "num_requests": service.counters["requests"],
-        "num_hit_blocks": sum(namespace.counters["hits"] for namespace in namespaces),
-        "num_miss_blocks": sum(namespace.counters["misses"] for namespace in namespaces),
-        "num_evicted_blocks": sum(namespace.counters["evictions"] for namespace in namespaces),
+        "num_hit_blocks": counted["hits"],
+        "num_miss_blocks": counted["misses"],
+        "num_evicted_blocks": counted["evictions"],
         "used_nbytes": sum(service.pools.usage(home.device).used_nbytes for home in service.homes),
     }
 

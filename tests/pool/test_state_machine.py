@@ -131,6 +131,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert 1 <= grow.num_segments <= model.room
         assert (grow.num_segments - 1) * pool.per_segment < missing
         assert not any(self.gone(pool_id) for pool_id in range(NUM_POOLS))
+        assert not (enough_of_own and model.refused_at is not None), "it evicts where the machine gives no more"
         if grant:
             for _ in range(grow.num_segments):
                 model.add_segment(pool, self.real[pool.pool_id].add_segment())

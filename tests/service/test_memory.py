@@ -82,6 +82,17 @@ def test_without_memory_the_pool_evicts_what_it_has(house: House) -> None:
     assert "the machine is full" in warnings[0]
 
 
+def test_without_memory_a_pool_evicts_its_own_and_takes_nothing_from_others(house: House) -> None:
+    other, client = house.client(gid=1), house.client(gid=2)
+    other.open(), client.open()
+    kept, old, new = names(*"abcd"), names(*"efgh"), names(*"ijkl")
+    for one, hashes in ((other, kept), (client, old)):
+        one.release(one.seal(one.begin(hashes).reserved, hashes))
+    house.stock.failed = "the machine is full"
+    assert len(client.begin(new).reserved) == 4
+    assert (client.match(old), other.match(kept)) == (0, 4)
+
+
 def test_without_any_memory_the_reason_is_told(house: House) -> None:
     house.stock.failed = "the machine is full"
     client = house.client()
