@@ -127,16 +127,22 @@ class Lineages:
 
     def learn(self, lineage: Lineage) -> None:
         """Asks the tiers again; blocks go on under what is known until they answer."""
-        if not lineage.is_learning:
-            lineage.is_learning = True
-            num_flushes = lineage.num_flushes
-            unknown, on_done = self._mover.stack.unknown, self._learnt(lineage, num_flushes)
-            self._mover.submit([Learn(lineage.digest, unknown, on_done, name=lineage.name)])
+        self._learn([lineage])
 
     def learn_all(self) -> None:
         """Which also tells whether somebody else flushed one of them meanwhile."""
-        for lineage in self._by_digest.values():
-            self.learn(lineage)
+        self._learn(self._by_digest.values())
+
+    def _learn(self, lineages: Iterable[Lineage]) -> None:
+        unknown, jobs = self._mover.stack.unknown, []
+        for lineage in lineages:
+            if not lineage.is_learning:
+                lineage.is_learning = True
+                on_done = self._learnt(lineage, lineage.num_flushes)
+                jobs.append(Learn(lineage.digest, unknown, on_done, name=lineage.name))
+        # Together: there may be ten thousand, and each submission wakes the mover's threads.
+        if jobs:
+            self._mover.submit(jobs)
 
     def flushing(self, lineage: Lineage) -> None:
         """A flush is on its way to the tiers."""
