@@ -100,6 +100,7 @@ class Below:
         )
         self.forgetting = Forgetting(mover, self.spilling)
         progress.promotions = self.promotions
+        progress.on_memory = self.memory_ready
         progress.on_served = self._served
 
     @property
@@ -134,7 +135,8 @@ class Below:
             self.spilling.sealed(pool, namespace, hashes)
 
     def memory_ready(self) -> None:
-        """A stock has made something, or failed."""
+        """A stock has made something, failed, or forgot what it was asked for: goes on with what waits for memory."""
+        self.promotions.memory_ready()
         self.write_back.memory_ready()
 
     def busy_namespaces(self) -> set[NamespaceDigest]:

@@ -54,6 +54,8 @@ class Progress:
         self._fail = fail
         self.promotions: Promotions | None = None
         """None while there is no tier below."""
+        self.on_memory: Callable[[], None] = lambda: None
+        """Has the copies from and to below, which come after whoever waits here, ask for their memory again."""
         self.on_served: Callable[[Attempt], None] | None = None
         """Told of every attempt that got its reply, after that was queued."""
 
@@ -113,8 +115,7 @@ class Progress:
             self._leave_promotion(attempt)
         if waited_for_memory:
             self.growth.request_anew(waited_for_memory)
-            if self.promotions is not None:
-                self.promotions.memory_ready()
+            self.on_memory()
 
     def wait_below(self, attempt: Attempt, number: int) -> None:
         """Parks it until what has that number was answered, or hangs for too long."""
@@ -153,8 +154,7 @@ class Progress:
         self.blocks_came_back = True
         for home in self._homes:
             self.growth.hand_out(home, self._advance_parked)
-        if self.promotions is not None:
-            self.promotions.memory_ready()
+        self.on_memory()
 
     def fail_lost(self) -> None:
         """Everybody who waits for something on a card that is lost is told so now, or goes on without it."""
@@ -181,8 +181,7 @@ class Progress:
                 self.advance(attempt)
         if waited_for_memory:
             self.growth.request_anew(waited_for_memory)
-        if self.promotions is not None:
-            self.promotions.memory_ready()  # whoever stood before them in the queue for memory may be gone
+        self.on_memory()  # whoever stood before in the queue for memory may be gone
 
     def _try(self, attempt: Attempt) -> Reply | None:
         """A reply, or None when it is parked. Raises the error that ends it."""

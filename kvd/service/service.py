@@ -287,8 +287,6 @@ class Service:
     def on_memory_ready(self) -> None:
         """A stock has made something, or failed to."""
         self._progress.memory_ready()
-        if self.below is not None:
-            self.below.memory_ready()
         self._idle.go_on()
         self._progress.fail_lost()
         self._progress.settle()

@@ -29,6 +29,25 @@ def house() -> Iterator[TieredHouse]:
     house.close()
 
 
+@pytest.mark.parametrize("how", ["dies", "takes too long"])
+def test_copies_ask_again_for_memory_when_who_came_before_has_gone(
+    house: TieredHouse, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    assert house.service.below is not None
+    told = []
+    for copies in (house.service.below.promotions, house.service.below.write_back):
+        monkeypatch.setattr(copies, "memory_ready", lambda copies=copies: told.append(type(copies).__name__))
+    (client,) = opened(house)
+    house.stock.gives = False
+    assert client.reserve(1) is None
+    told.clear()
+    if how == "dies":
+        client.die()
+    else:
+        house.pass_time(3.0)
+    assert set(told) == {"Promotions", "WriteBack"}
+
+
 def opened(house: TieredHouse, count: int = 1) -> list[TieredClient]:
     clients = [house.client() for _ in range(count)]
     for client in clients:
