@@ -231,6 +231,21 @@ def test_nowhere_to_remember_is_no_error(saved: Path, monkeypatch: pytest.Monkey
     assert len(file_digest(saved / "model.safetensors")) == 64
 
 
+def test_a_user_without_a_home_remembers_beside_the_file_or_nowhere(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert len(file_digest(saved / "model.safetensors")) == 64
+    assert (saved / RECORD).is_file()
+    (saved / RECORD).unlink()
+    (saved / RECORD).mkdir()
+    assert len(file_digest(saved / "model.safetensors")) == 64
+
+
 # case A5
 def test_the_same_adapter_name_with_other_content_is_another_namespace() -> None:
     one, same, other = adapted(), adapted(), adapted(scale=0.2)

@@ -37,7 +37,10 @@ def file_digest(path: Path) -> str:
 
 def _record_places(path: Path) -> Iterator[Path]:
     yield path.with_name(f".{path.name}.kvd-sha256")
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return  # neither HOME nor an entry of this user in the system's list
     name = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:32]
     yield Path(cache_home) / "kvd" / "weights" / f"{name}.json"
 

@@ -30,10 +30,11 @@ class ScriptedServer:
         self.app = web.Application()
         self.app.router.add_route("*", "/{path:.*}", self._answer)
         self.props = {"model_path": __file__, "total_slots": 2}
+        self.props_status = 200
 
     async def _answer(self, request: web.Request) -> web.Response:
         if request.path == "/props":
-            return web.json_response(self.props)
+            return web.json_response(self.props, status=self.props_status)
         body = await request.json()
         return web.json_response({"id_slot": body.get("id_slot") if isinstance(body, dict) else None})
 
@@ -63,6 +64,10 @@ class ScriptedKeeper:
         self.may_keep.append(is_ours)
 
 
+class Child:
+    pid = 0
+
+
 class Desk:
     """A proxy with its client; `options` are those of the server."""
 
@@ -71,10 +76,14 @@ class Desk:
         self.arguments = parse(options, {})
         self.proxy = Proxy(self.socket_path, self.arguments)
         self.keeper = ScriptedKeeper()
+        self.server = ScriptedServer()
         self.client: TestClient[Any, Any] = TestClient(TestServer(self.proxy.app))
 
     def begin(self) -> None:
         self.proxy.keeper, self.proxy.slots, self.proxy.why_not = self.keeper, Slots(2), ""  # type: ignore[assignment]
+
+    async def begin_keeping(self, folder: Path) -> None:
+        await serve._begin_keeping(self.proxy, self.arguments, Child(), folder, None)  # type: ignore[arg-type]
 
     async def post(self, path: str, body: Any) -> Any:
         async with self.client.post(path, json=body) as response:
@@ -88,7 +97,7 @@ class Desk:
 @pytest.fixture
 async def desk(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Desk]:
     desk = Desk(tmp_path, *getattr(request, "param", ("--lora", "a.gguf")))
-    runner = web.AppRunner(ScriptedServer().app)
+    runner = web.AppRunner(desk.server.app)
     await runner.setup()
     await web.UnixSite(runner, str(desk.socket_path)).start()
     async with desk.client:
@@ -156,16 +165,45 @@ async def test_adapters_that_are_changed_while_the_weights_are_read_leave_it_wit
         asyncio.run_coroutine_threadsafe(changed.wait(), loop).result(30)
         return "named by what was true before"
 
-    class Child:
-        pid = 0
-
     monkeypatch.setattr(serve, "_name", name)
-    beginning = asyncio.create_task(
-        serve._begin_keeping(desk.proxy, desk.arguments, Child(), tmp_path, None)  # type: ignore[arg-type]
-    )
+    beginning = asyncio.create_task(desk.begin_keeping(tmp_path))
     await asyncio.wait_for(asked.wait(), 30)
     await desk.post("/lora-adapters", [{"id": 0, "scale": 0.5}])
     changed.set()
     await beginning
     assert desk.proxy.keeper is None
     assert "adapters" in desk.proxy.why_not
+
+
+async def test_whatever_fails_at_the_start_is_said(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def name(*_arguments: object) -> str:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(serve, "_name", name)
+    await desk.begin_keeping(tmp_path)
+    assert desk.proxy.why_not == "RuntimeError: no home"
+    assert "no snapshots" in caplog.text
+
+
+async def test_a_server_that_does_not_say_what_it_loaded_is_warned_of_once(
+    desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.0)
+    statuses = [503, 401, 401, 200]
+    why_not = []
+
+    async def answer(_path: str, _body: object = None) -> tuple[int, object]:
+        why_not.append(desk.proxy.why_not)
+        desk.server.props_status = statuses.pop(0)
+        return await Proxy.answer(desk.proxy, "/props")
+
+    monkeypatch.setattr(desk.proxy, "answer", answer)
+    monkeypatch.setattr(serve, "_name", lambda *_arguments: "named")
+    await desk.begin_keeping(tmp_path)
+    assert ["401" in one for one in why_not] == [False, False, True, True]
+    assert caplog.text.count("401") == 1
+    assert desk.proxy.why_not == ""
+    assert desk.proxy.keeper is not None
+    desk.proxy.keeper.close()

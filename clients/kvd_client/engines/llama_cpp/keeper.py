@@ -47,7 +47,6 @@ class Keeper:
         self, *, store: Store, slots: Slots, ask: Ask, folder: Path, clock: Callable[[], float] | None = None
     ) -> None:
         self.costs = Costs()
-        self.costs = Costs()
         self.counters: Counter[str] = Counter(
             restores=0,
             restored_tokens=0,

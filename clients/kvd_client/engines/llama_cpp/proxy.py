@@ -79,6 +79,12 @@ class Proxy:
 
     async def ask(self, path: str, body: Any = None) -> Any:
         """JSON from the server itself, None for any error."""
+        status, answer = await self.answer(path, body)
+        return answer if status == 200 else None
+
+    async def answer(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """The server's own status, 0 when there is no answer, and what it says where that is JSON."""
+        status = 0
         headers = {"Authorization": f"Bearer {self._arguments.api_key}"} if self._arguments.api_key else {}
         url = f"http://server{self._arguments.api_prefix}{path}"
         try:
@@ -86,13 +92,14 @@ class Proxy:
                 request = self._session.get if body is None else self._session.post
                 options: dict[str, Any] = {} if body is None else {"json": body}
                 async with request(url, headers=headers, **options) as response:
+                    status = response.status
                     answer = await response.json(content_type=None)
-                    if response.status == 200:
-                        return answer
-                    _log.debug("%s: %s %s", path, response.status, answer)
+                    if status != 200:
+                        _log.debug("%s: %s %s", path, status, answer)
+                    return status, answer
         except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
             _log.debug("%s: %s", path, error)
-        return None
+        return status, None
 
     async def _status(self, _request: web.Request) -> web.Response:
         keeper = self.keeper

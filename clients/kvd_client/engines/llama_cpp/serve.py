@@ -115,8 +115,7 @@ async def _begin_keeping(
     if arguments.why_not:
         _log.warning("no snapshots: %s", arguments.why_not)
         return
-    while (props := await proxy.ask("/props")) is None:
-        await asyncio.sleep(LOOK_EVERY_S)
+    props = await _props(proxy)
     try:
         # Minutes for a large model that is new here.
         name = await asyncio.to_thread(_name, props, arguments, child.pid)
@@ -124,12 +123,30 @@ async def _begin_keeping(
         proxy.why_not = str(error)
         _log.warning("no snapshots: %s", error)
         return
+    except Exception as error:  # noqa: BLE001 - requests are served on
+        proxy.why_not = f"{type(error).__name__}: {error}"
+        _log.exception("no snapshots")
+        return
     if proxy.are_adapters_changed:
         return
     proxy.slots = Slots(int(props["total_slots"]))
     proxy.keeper = Keeper(store=Store(name, runtime_dir), slots=proxy.slots, ask=proxy.ask, folder=folder)
     proxy.why_not = ""
     _log.info("snapshots of %s", name)
+
+
+async def _props(proxy: Proxy) -> dict[str, Any]:
+    """What the server says of itself once its model is loaded."""
+    told = 0
+    while True:
+        status, props = await proxy.answer("/props")
+        if status == 200 and isinstance(props, dict):
+            return props
+        if status not in (0, 503, told):
+            told = status
+            proxy.why_not = f"the server answers {status} when asked for /props; is its API key right?"
+            _log.warning("no snapshots: %s", proxy.why_not)
+        await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _name(props: dict[str, Any], arguments: Arguments, pid: int) -> str:
