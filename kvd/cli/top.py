@@ -22,7 +22,7 @@ from kvd.cli.status import TIMEOUT_S
 from kvd.cli.text import one_line
 from kvd.cli.top_state import TopState
 from kvd.cli.top_terminal import Terminal, is_terminal
-from kvd.errors import ConnectionFailed, DaemonRestarted, RequestTimeout
+from kvd.errors import KvdError
 from kvd.status import Snapshot
 
 IDLE_S = 3600.0
@@ -51,7 +51,7 @@ class Feed(threading.Thread):
                 client = client or kvd_client.connect(self._runtime_dir, label="kvd top", timeout_s=TIMEOUT_S)
                 snapshot = client.status(with_map=True)
                 self.news.put((snapshot, processes_of(snapshot)))
-            except (ConnectionFailed, DaemonRestarted, RequestTimeout) as error:
+            except KvdError as error:
                 if client is not None:
                     client.close()
                     client = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import threading
+from typing import NoReturn
 
 import pytest
 from msgspec.structs import replace as with_fields
@@ -10,8 +12,10 @@ from rich.console import Console
 
 from kvd.cli.processes import Process
 from kvd.cli.render_top import render_top, sparkline
+from kvd.cli.top import Feed
 from kvd.cli.top_state import MAX_HISTORY, Sort, TopState
 from kvd.cli.top_terminal import split_keys
+from kvd.errors import BY_CODE
 from kvd.status import Snapshot
 from tests.cli.snapshots import CLIENT, FULL, HOST_TIER, POOL, REDIS_TIER, SAVINGS
 
@@ -261,3 +265,18 @@ def test_foreign_text_does_not_steer_the_terminal(crowd):
 )
 def test_keys_come_in_bursts(typed, keys):
     assert split_keys(typed) == keys
+
+
+@pytest.mark.parametrize("kind", sorted({*BY_CODE.values()}, key=lambda kind: kind.code))
+def test_whatever_a_daemon_refuses_is_shown(kind, monkeypatch):
+    def connect(*_args: object, **_options: object) -> NoReturn:
+        raise kind("refused so")
+
+    monkeypatch.setattr("kvd_client.connect", connect)
+    heard = threading.Event()
+    feed = Feed(None, 0.0, heard.set)
+    feed.start()
+    assert heard.wait(30)
+    feed.end()
+    feed.join(30)
+    assert feed.news.get_nowait() == "refused so"
