@@ -158,7 +158,7 @@ class TierStatus(_Part, frozen=True):
 
     name: str
     kind: str
-    """host, redis, or remote."""
+    """host or redis."""
     address: str
     """Where it is, without secrets; empty for the host tier."""
     state: str
@@ -228,13 +228,12 @@ class PinStatus(_Part, frozen=True):
     tenant: str
     model: str
     pool: int
-    """-1 until there is one after a start."""
     num_tokens: int
     """Of its full blocks."""
     num_tokens_resident: int
     held_nbytes: int
     is_lasting: bool
-    """Whether it outlives the daemon."""
+    """Whether it outlives the daemon: on disk, or about to be."""
 
 
 BLOCK_LETTERS = {

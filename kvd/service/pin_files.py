@@ -41,7 +41,7 @@ class PinRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PinFiles:
-    """A folder of pins. `save` and `remove` return at once and never raise; `is_saved` says what came of it."""
+    """A folder of pins. `save` and `remove` return at once and never raise; `is_saved` says whether that failed."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the folder, readable by the daemon's user alone. Raises `RuntimeFolderError`."""
@@ -50,7 +50,7 @@ class PinFiles:
         except OSError as error:
             raise RuntimeFolderError(f"pins cannot be kept in {folder}: {error}") from error
         self._folder = folder
-        self._saved: set[str] = set()
+        self._failed: set[str] = set()
         """Guarded by the GIL: single operations on a set."""
         self._work: queue.SimpleQueue[tuple[str, PinRecord | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvd-pins", daemon=True)
@@ -65,7 +65,6 @@ class PinFiles:
             except (OSError, ValueError, msgspec.MsgspecError) as error:
                 _log.warning("the pin %s cannot be read and is left alone: %s", path, error)
                 continue
-            self._saved.add(record.pin)
             found.append(record)
         return found
 
@@ -78,8 +77,8 @@ class PinFiles:
         self._work.put((pin, None))
 
     def is_saved(self, pin: str) -> bool:
-        """Whether it would be there after a restart."""
-        return pin in self._saved
+        """Whether one of those that were loaded or saved is on disk, or about to be."""
+        return pin not in self._failed
 
     def close(self) -> None:
         """What was asked for is on disk. Idempotent."""
@@ -92,12 +91,13 @@ class PinFiles:
             try:
                 self._carry_out(pin, record)
             except OSError as error:
+                self._failed.add(pin)
                 _log.warning("the pin %s is not kept on disk: %s", pin, error)
 
     def _carry_out(self, pin: str, record: PinRecord | None) -> None:
         path = self._folder / f"{pin}{SUFFIX}"
         if record is None:
-            self._saved.discard(pin)
+            self._failed.discard(pin)
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             return
@@ -107,7 +107,7 @@ class PinFiles:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-        self._saved.add(pin)
+        self._failed.discard(pin)
 
 
 def _read(path: Path) -> PinRecord:

@@ -215,7 +215,8 @@ def test_pins_are_up_again_after_a_restart(server, tmp_path, monkeypatch):  # ca
         write(client)
         kvd(daemon, "pin", prompt_file(tmp_path))
         (pin,) = client.status().pins
-        eventually(lambda: client.status().pins[0].is_lasting)
+        assert pin.is_lasting
+        eventually(lambda: list(state.rglob(f"{pin.pin}.pin")))
         eventually(lambda: client.status().mover.counters["spilled"] == 10)
         daemon.kill()  # what was pinned is below already
     with running_daemon(tmp_path, tiers=tiers) as daemon, kvd_client.connect(daemon.folder) as client:

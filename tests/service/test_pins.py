@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -290,6 +291,20 @@ def test_a_file_that_is_no_pin_is_left_alone(tmp_path, content, caplog) -> None:
     files.close()
     assert "left alone" in caplog.text
     assert (tmp_path / "c0ffee123456.pin").exists()
+
+
+def test_a_pin_whose_file_is_about_to_be_written_is_a_lasting_one(
+    tmp_path, house: House, opened: Client, monkeypatch
+) -> None:
+    may_write = threading.Event()
+    carry_out = PinFiles._carry_out
+    monkeypatch.setattr(PinFiles, "_carry_out", lambda *args: may_write.wait(30) and carry_out(*args))
+    files = house.service.pins._files = PinFiles(tmp_path / "pins")
+    assert pin(opened).is_lasting is True
+    assert seen(opened).is_lasting is True
+    may_write.set()
+    files.close()
+    assert seen(opened).is_lasting is True
 
 
 def test_a_full_disk_leaves_the_pin_in_memory(tmp_path, house: House, opened: Client, caplog) -> None:
