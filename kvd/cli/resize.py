@@ -7,7 +7,7 @@ import msgspec
 
 import kvd_client
 from kvd.cli.options import runtime_dir_option
-from kvd.cli.text import size
+from kvd.cli.text import count, size
 from kvd.cli.waiting import PATIENCE_S, watching
 from kvd.config.sizes import parse_size
 from kvd.errors import ConfigError
@@ -32,7 +32,9 @@ class _Size(click.ParamType[int]):
 @click.option(
     "--device", default="", metavar="DEVICE", help="host, cuda:0, or a card's UUID or its beginning; else the main one."
 )
-@click.option("--json", "as_json", is_flag=True, help="An object: device, budget_nbytes, used_nbytes, draining_nbytes.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="An object: device, budget_nbytes, used_nbytes, draining_nbytes, num_left."
+)
 def resize(runtime_dir: str | None, nbytes: int, device: str, as_json: bool) -> None:
     """Change how much memory the pools of a device may have.
 
@@ -48,9 +50,12 @@ def resize(runtime_dir: str | None, nbytes: int, device: str, as_json: bool) -> 
                     done = client.resize(nbytes, device)
                     num_at_start = max(num_at_start, done.num_left)
     if as_json:
-        shown = {name: getattr(done, name) for name in ("device", "budget_nbytes", "used_nbytes", "draining_nbytes")}
+        names = ("device", "budget_nbytes", "used_nbytes", "draining_nbytes", "num_left")
+        shown = {name: getattr(done, name) for name in names}
         click.echo(msgspec.json.encode(shown).decode())
         return
+    if done.num_left:
+        click.echo(f"still copying {count(done.num_left)} blocks down; the budget becomes {size(nbytes)} after that")
     click.echo(f"{done.device}: a budget of {size(done.budget_nbytes)}, {size(done.used_nbytes)} in pools")
     held_nbytes = done.used_nbytes - done.budget_nbytes
     if held_nbytes > 0:

@@ -41,11 +41,13 @@ def spill(runtime_dir: str | None, no_wait: bool, patience: float, as_json: bool
                     num_left = client.spill()
                     # Sequences that close meanwhile leave more idle blocks behind.
                     num_at_start = max(num_at_start, num_left)
-            if num_left:
-                raise TierUnavailable(f"{count(num_left)} blocks could not be copied: {_reason(client.status())}")
+        if as_json:
+            click.echo(msgspec.json.encode({"num_copied": num_at_start - num_left, "num_left": num_left}).decode())
+        if num_left and not no_wait:
+            raise TierUnavailable(f"{count(num_left)} blocks could not be copied: {_reason(client.status())}")
     if as_json:
-        click.echo(msgspec.json.encode({"num_copied": num_at_start - num_left, "num_left": num_left}).decode())
-    elif no_wait:
+        return
+    if no_wait:
         click.echo(f"{count(num_left)} blocks are being copied")
     else:
         click.echo(f"{count(num_at_start)} blocks were copied; every idle block has a copy below")

@@ -167,6 +167,9 @@ def test_spill_gives_up_when_the_tier_is_gone(tmp_path):
             result = kvd(daemon, "spill", "--patience", "0.5")
         assert result.exit_code == 1
         assert f"{NUM_BLOCKS} blocks could not be copied" in result.stderr
+        result = kvd(daemon, "spill", "--patience", "0", "--json")
+        assert result.exit_code == 1
+        assert json.loads(result.stdout) == {"num_copied": 0, "num_left": NUM_BLOCKS}
         result = kvd(daemon, "flush", "--all")
         assert result.exit_code == 1
         assert "down just now, and told before anything else: redis" in result.stdout

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from typing import Self
 
+import pytest
 from click.testing import CliRunner, Result
 
 from kvd.cli.app import app
 from kvd.errors import BY_CODE
+from kvd.protocol.replies import Resized
 from kvd.protocol.requests import Release
 from kvd.protocol.wire import pack_block_ids, unpack_block_ids
 from tests.daemon.test_device_tiers import HOST_TIER, words
@@ -39,6 +43,7 @@ def test_a_smaller_budget_copies_down_revokes_and_frees(tmp_path: Path, machine:
             "budget_nbytes": 4 * MIB,
             "used_nbytes": 4 * MIB,
             "draining_nbytes": 4 * MIB,
+            "num_left": 0,
         }
         assert machine.held_nbytes() == 8 * MIB, "it is mapped still"
         assert len(client.revoked()) == 2
@@ -87,3 +92,23 @@ def test_sizes_that_cannot_be_and_devices_that_are_none(tmp_path: Path, machine:
             assert (result.exit_code, says in result.stderr) == (exit_code, True), result.output
         assert kvd_resize(daemon, "4MiB", "--device", "cuda:0").exit_code == 0
         assert kvd_resize(daemon, "4MiB", "--device", "host").exit_code == 0
+
+
+def test_a_budget_that_waits_for_copies_is_not_shown_as_if_it_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client(contextlib.nullcontext[None]):
+        def __enter__(self) -> Self:  # type: ignore[override]
+            return self
+
+        def resize(self, _nbytes: int, _device: str) -> Resized:
+            return Resized(1, 1, "host", 8 * MIB, 8 * MIB, 0, 1500)
+
+    monkeypatch.setattr("kvd_client.connect", lambda *_args, **_options: Client())
+    monkeypatch.setattr("kvd.cli.resize.PATIENCE_S", 0.0)
+    assert (
+        CliRunner()
+        .invoke(app, ["resize", "4MiB"])
+        .stdout.startswith(
+            "still copying 1,500 blocks down; the budget becomes 4 MiB after that\nhost: a budget of 8 MiB"
+        )
+    )
+    assert json.loads(CliRunner().invoke(app, ["resize", "4MiB", "--json"]).stdout)["num_left"] == 1500
