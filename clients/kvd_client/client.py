@@ -97,7 +97,8 @@ class Client:
         that are neither CPU nor CUDA card.
 
         With `checksums`, blocks sealed through this cache carry an xxh3-64 that readers compare with `verify=True`.
-        Raises `InvalidLayout` when client and daemon compute different block sizes.
+        Raises `InvalidLayout` when client and daemon compute different block sizes, `InvalidRequest` for the 257th
+        cache of a session, which keeps them to its end; the same one again counts once.
         """
         namespace = Namespace(
             model=model, layout=layout, engine=engine, positional=positional, adapter=adapter, salt=salt

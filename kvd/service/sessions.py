@@ -72,7 +72,7 @@ class Session:
     def check_may_open(self, limit: int) -> None:
         """Raises `InvalidRequest` when it has as many caches as it may."""
         if len(self.caches) >= limit:
-            raise InvalidRequest(f"a session may open at most {limit} caches")
+            raise InvalidRequest(f"a session may open at most {limit} caches; reuse one, or connect anew")
 
     def add_cache(self, asked: Asked, pool: Pool, namespace: NamespaceCounters, block_tokens: int) -> Cache:
         """A new handle, counted up from 1."""

@@ -87,6 +87,7 @@ def test_a_session_may_open_only_so_many_caches(make_house: Callable[..., House]
         requests.OpenCache, "model", "raw/1", "", "", "b", 1, 1, 64, "float16", LAYOUT.block_tokens, LAYOUT.block_nbytes
     )
     assert error_code(reply) == "invalid-request"
+    assert reply.message == "a session may open at most 2 caches; reuse one, or connect anew"
     assert client.open().cache == 1  # those it has stay open
 
 
