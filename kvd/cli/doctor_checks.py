@@ -133,7 +133,7 @@ def check_descriptors(facts: Facts) -> list[Finding]:
         number = facts.daemon.max_descriptors
     if number is None or number == UNLIMITED or number >= MIN_DESCRIPTORS:
         return []
-    text = f"only {number} file descriptors: a session takes three, a segment two"
+    text = f"only {number} file descriptors: a session takes four, a segment up to three"
     return [Finding("descriptors", Level.WARNING, text, "LimitNOFILE=65536 in the unit, or ulimit -n")]
 
 

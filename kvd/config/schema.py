@@ -88,7 +88,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     ] = "background"
     checksums: Annotated[
         bool,
-        Meta(description="Ask writers for a checksum of each block they seal, so that readers can verify it."),
+        Meta(
+            description="Keep the checksums that writers give of the blocks they seal, so that readers can verify them."
+        ),
     ] = False
     huge_pages: Annotated[
         Literal["auto", "off"],

@@ -27,7 +27,7 @@ def seed_libzmq() -> None:
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], path: str, *, credits: int) -> zmq.Socket[bytes]:
-    """A ROUTER bound to ipc://path, mode 0660. Raises `RuntimeFolderError`.
+    """A ROUTER bound to ipc://path. Raises `RuntimeFolderError`.
 
     Replies to a client that has gone fail (ROUTER_MANDATORY) instead of vanishing; a client that keeps to its credits
     never meets a high-water mark, and one that does not is held up in its own queue.
