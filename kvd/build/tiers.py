@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 OFF = frozenset({"", "off"})
 EMBEDDED = "embedded"
-MAX_AUTO_BUDGET_NBYTES = 8 << 30
+MAX_AUTO_REDIS_BUDGET_NBYTES = 8 << 30
 AUTO_BUDGET_DIVISOR = 3
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def check_tiers(tiers: schema.Tiers, environ: Mapping[str, str]) -> None:
 def auto_redis_budget_nbytes(available_nbytes: int, pools_budget_nbytes: int) -> int:
     """For "auto": a third of what the pools leave available, at most 8 GiB."""
     left_nbytes = max(0, available_nbytes - pools_budget_nbytes)
-    return min(left_nbytes // AUTO_BUDGET_DIVISOR, MAX_AUTO_BUDGET_NBYTES)
+    return min(left_nbytes // AUTO_BUDGET_DIVISOR, MAX_AUTO_REDIS_BUDGET_NBYTES)
 
 
 def _host_tier(budget_nbytes: int, segment_nbytes: int, available_nbytes: int) -> HostTier:

@@ -38,11 +38,6 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def rate(nbytes: float, seconds: float) -> str:
-    """Bytes over time: 1.3 GiB/s; "-" of nothing."""
-    return f"{size(int(nbytes / seconds))}/s" if nbytes and seconds else "-"
-
-
 def percent(part: int, whole: int) -> str:
     """A share in whole percent, "-" of nothing; 100 % and 0 % are said only where they are exact."""
     if not whole:

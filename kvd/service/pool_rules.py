@@ -6,10 +6,8 @@ import fnmatch
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
-SpillPolicy = Literal["on_evict", "write_through", "on_second_hit"]
-AfterPromote = Literal["retain", "drop"]
+from kvd.config.pool_rule import AfterPromote, SpillPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,6 @@ if TYPE_CHECKING:
     from kvd.service.service import Service
     from kvd.service.sessions import Session
 
-TELLS_NOBODYS = frozenset({"version", "pid", "epoch", "uptime_s", "runtime_dir"})
-"""Fields of a snapshot that are about the daemon alone; every tenant sees them as they are."""
-CUT_TO_TENANT = frozenset({
-    "memory", "memories", "pools", "namespaces", "num_namespaces_omitted", "clients", "counters", "warnings", "tiers",
-    "tenant", "savings", "waits", "pins",
-})  # fmt: skip
-"""Fields that are cut to the tenant. What is in neither set, a new field for instance, no tenant sees."""
-
 
 def of_tenant(full: Snapshot, service: Service, viewer: Session) -> Snapshot:
     """The snapshot as the viewer's tenant may see it; `full.namespaces` are its own already.

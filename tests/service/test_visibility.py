@@ -12,13 +12,19 @@ from kvd.protocol import requests
 from kvd.protocol.replies import Failed, Pinned
 from kvd.service import ServiceSettings
 from kvd.service import status as service_status
-from kvd.service.visibility import CUT_TO_TENANT, TELLS_NOBODYS
 from kvd.status import Snapshot
 from tests.cli.snapshots import HOST_TIER, REDIS_TIER
 from tests.service.harness import BLOCK_NBYTES, SEGMENT_NBYTES, Client, House, expect, names, pack_hashes
 
 ALICE, BOB, DAEMON = 1001, 1002, 990
 BY_UID = ServiceSettings(isolation="uid", admin_uids=frozenset({0, DAEMON}))
+TELLS_NOBODYS = frozenset({"version", "pid", "epoch", "uptime_s", "runtime_dir"})
+"""Fields of a snapshot that are about the daemon alone; every tenant sees them as they are."""
+CUT_TO_TENANT = frozenset({
+    "memory", "memories", "pools", "namespaces", "num_namespaces_omitted", "clients", "counters", "warnings", "tiers",
+    "tenant", "savings", "waits", "pins",
+})  # fmt: skip
+"""Fields that are cut to the tenant. What is in neither set, a new field for instance, no tenant sees."""
 
 
 def busy(house: House, uid: int, model: str) -> Client:
