@@ -29,11 +29,22 @@ _log = logging.getLogger(__name__)
 
 
 class Pin:
-    """One pinned prompt. When it last looked, its namespace's counters were `stamp`, and `num_allowed` is how many of
-    its first blocks it might hold.
+    """One pinned prompt. When it last looked, its namespace's counters were `stamp`, `num_lost` blocks had gone from
+    there unevicted, and `num_allowed` is how many of its first blocks it might hold.
     """
 
-    __slots__ = ("cache", "hashes", "hold", "num_allowed", "num_held", "record", "retry_after_s", "retry_at_s", "stamp")
+    __slots__ = (
+        "cache",
+        "hashes",
+        "hold",
+        "num_allowed",
+        "num_held",
+        "num_lost",
+        "record",
+        "retry_after_s",
+        "retry_at_s",
+        "stamp",
+    )
 
     def __init__(self, record: PinRecord, cache: Cache, hashes: list[ChainHash]) -> None:
         self.record = record
@@ -43,6 +54,7 @@ class Pin:
         self.num_held = 0
         self.num_allowed = 0
         self.stamp: tuple[int, ...] = ()
+        self.num_lost = 0
         self.retry_at_s = 0.0
         self.retry_after_s = MIN_RETRY_S
 
@@ -263,9 +275,12 @@ class Pins:
         namespace = pin.cache.namespace
         # Whatever makes one of its hashes findable, or takes it away, changes one of these.
         stamp = (namespace.seals, namespace.fills, namespace.flushed, namespace.num_sealed)
-        if (stamp, num_allowed) == (pin.stamp, pin.num_allowed):
+        # Held blocks are never evicted, so a pin that holds all it may has lost none while this stays the same.
+        num_lost = namespace.seals + namespace.fills - namespace.evictions - namespace.num_sealed
+        is_whole = pin.num_held == num_allowed and num_lost == pin.num_lost
+        if num_allowed == pin.num_allowed and (is_whole or stamp == pin.stamp):
             return
-        pin.stamp, pin.num_allowed = stamp, num_allowed
+        pin.stamp, pin.num_lost, pin.num_allowed = stamp, num_lost, num_allowed
         pool, before, num_before = pin.cache.pool, pin.hold, pin.num_held
         # The new references first, so that nothing is evictable in between.
         allowed = pin.hashes[:num_allowed]

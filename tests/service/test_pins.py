@@ -315,3 +315,26 @@ def test_a_full_disk_leaves_the_pin_in_memory(tmp_path, house: House, opened: Cl
     files.close()
     assert "is not kept on disk" in caplog.text
     assert seen(opened).is_lasting is False
+
+
+def test_a_whole_pin_is_not_held_anew_for_what_others_seal(
+    house: House, opened: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(opened, PROMPT)
+    pin(opened)
+    (pool,) = house.pools.all
+    held: list[int] = []
+    hold = pool.hold
+
+    def counted_hold(hashes):
+        held.append(len(hashes))
+        return hold(hashes)
+
+    monkeypatch.setattr(pool, "hold", counted_hold)
+    publish(opened, names("1", "2"))
+    publish(opened, names("3", "4", "5", "6"))  # evicts
+    assert held == []
+    pool.forget_corrupt(PROMPT[1])
+    publish(opened, names("7"))
+    assert held == [3]
+    assert seen(opened).num_tokens_resident == 16
