@@ -15,7 +15,7 @@ from kvd.errors import ForkedClient, KvdError
 from kvd.memory import HostSegment
 from kvd_client.memory import libc
 from kvd_client.memory.address_range import AddressRange
-from tests.client.homes import host_only
+from tests.client.homes import host_only, let_go
 from tests.client.kv import LAYOUT, MODEL, fill, holds
 from tests.client.processes import run_python
 from tests.support.daemon import Daemon
@@ -294,6 +294,8 @@ def test_one_client_serves_many_threads(client: kvd_client.Client) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+    # A view that outlived its sequence lets go of the card in another thread.
+    let_go()
     client.check()
     (own,) = client.status().clients
     assert (own.num_references, own.num_reserved, own.num_announced) == (0, 0, 0)
